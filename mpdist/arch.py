@@ -1,0 +1,330 @@
+"""The shape of a causal LM, read from its ``config.json`` without torch: every parameter by name and size.
+
+Parameters are listed one by one, so that counts by group, frozen patterns and shards are exact; a test holds
+names and shapes against transformers' own models. A model type that is not in ``FAMILIES`` gives ``Unknown``
+with its reason: planning goes on without it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from mpdist.arch_families import ALIASES, FAMILIES, FIELDS, Family, Shape
+from mpdist.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Param:
+    """One parameter tensor. ``group``: embedding, head, block or norm; ``block``: its layer, -1 outside.
+
+    ``matmul`` marks a matrix that every token is multiplied with; ``active`` is the share of it that one token
+    meets (less than 1 for routed experts).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    group: str
+    block: int = -1
+    matmul: bool = False
+    active: float = 1.0
+
+    @property
+    def count(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Arch:
+    """A causal LM's shape. Widths are in elements; ``vocab`` in rows of the embedding table."""
+
+    model_type: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    max_positions: int | None
+    tied: bool
+    experts: int
+    experts_per_token: int
+    dtype: str | None
+    source: str
+    params: tuple[Param, ...]
+
+    @cached_property
+    def total(self) -> int:
+        return sum(p.count for p in self.params)
+
+    @cached_property
+    def embedding(self) -> int:
+        """Token and learned position tables. A tied table counts here and not in ``head``."""
+        return sum(p.count for p in self.params if p.group == "embedding")
+
+    @cached_property
+    def head(self) -> int:
+        return sum(p.count for p in self.params if p.group == "head")
+
+    @cached_property
+    def norms(self) -> int:
+        """Norms outside the blocks."""
+        return sum(p.count for p in self.params if p.group == "norm")
+
+    @cached_property
+    def blocks(self) -> tuple[int, ...]:
+        """Parameters of each block, in order."""
+        counts = [0] * self.layers
+        for p in self.params:
+            if p.block >= 0:
+                counts[p.block] += p.count
+        return tuple(counts)
+
+    @cached_property
+    def matmul_params(self) -> float:
+        """Parameters that one token is multiplied with: no embedding look-up, the output head once, tied or not."""
+        inside = sum(p.count * p.active for p in self.params if p.matmul)
+        return inside + (self.vocab * self.hidden if self.tied else 0)
+
+    @property
+    def q_width(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    def split(self, freeze: Iterable[str]) -> tuple[list[Param], list[Param]]:
+        """(trainable, frozen) parameters under name patterns."""
+        patterns = list(freeze)
+        frozen = [p for p in self.params if name_matches(p.name, patterns)]
+        held = {p.name for p in frozen}
+        return [p for p in self.params if p.name not in held], frozen
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """Why a model's shape cannot be known yet. ``missing`` marks a folder that does not exist (yet)."""
+
+    reason: str
+    missing: bool = False
+
+
+def name_matches(name: str, patterns: Iterable[str]) -> bool:
+    """True if a dotted parameter or module name, or one that holds it, matches a shell pattern.
+
+    ``model.embed_tokens`` and ``*.embed_tokens`` both match ``model.embed_tokens.weight``.
+    """
+    parts = name.split(".")
+    return any(fnmatchcase(".".join(parts[:i]), pattern) for pattern in patterns for i in range(1, len(parts) + 1))
+
+
+def model_flops_per_token(arch: Arch, seq_len: int, causal: bool = True) -> float:
+    """Model FLOPs of one token, forward and backward: 6 a matmul parameter + 12 x layers x width x seq_len.
+
+    ``causal`` halves the attention term, since a token attends to half of the sequence on average: the value that
+    this project reports as ``speed/mfu``. Recompute, norms and look-ups are not counted; windows count as full.
+    """
+    attention = 12 * arch.layers * arch.q_width * seq_len
+    return 6 * arch.matmul_params + (attention / 2 if causal else attention)
+
+
+class _Reader:
+    """Typed access to one config mapping; a wrong value is a UsageError that names the field and the source."""
+
+    def __init__(self, given: Mapping[str, Any], defaults: Mapping[str, Any], source: str) -> None:
+        self.source = source
+        values = {ALIASES.get(k, k): v for k, v in defaults.items()}
+        values.update({ALIASES.get(k, k): v for k, v in given.items() if v is not None})
+        self.values = values
+
+    def wrong(self, field: str, why: str) -> UsageError:
+        return UsageError(f"{field} = {self.values.get(field)!r} in {self.source}", why, "Correct the model's config.")
+
+    def integer(self, field: str, least: int = 1) -> int:
+        value = self.values.get(field)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self.wrong(field, f"The model's size needs a whole number of at least {least} here.")
+        return value
+
+    def optional(self, field: str) -> int | None:
+        return None if self.values.get(field) is None else self.integer(field)
+
+    def flag(self, field: str) -> bool:
+        value = self.values.get(field, False)
+        if not isinstance(value, bool):
+            raise self.wrong(field, "Only true or false mean something here.")
+        return value
+
+
+def _read(kind: str, r: _Reader) -> Shape:
+    hidden, heads = r.integer("hidden_size"), r.integer("num_attention_heads")
+    kv_heads = r.optional("num_key_value_heads") or heads
+    if kind in ("gpt2", "gpt_neox"):
+        kv_heads = heads
+    head_dim = None if kind in ("gpt2", "gpt_neox", "phi3") else r.optional("head_dim")
+    if head_dim is None and hidden % heads:
+        raise r.wrong("hidden_size", f"It is not divisible by num_attention_heads = {heads}.")
+    if heads % kv_heads:
+        raise r.wrong("num_key_value_heads", f"num_attention_heads = {heads} is not divisible by it.")
+    experts = r.optional("num_local_experts") or 0 if kind in ("mixtral", "qwen3_moe") else 0
+    intermediate = r.integer("intermediate_size", 0) or 4 * hidden
+    moe = r.integer("moe_intermediate_size") if kind == "qwen3_moe" else intermediate
+    return Shape(
+        type=kind,
+        hidden=hidden,
+        layers=r.integer("num_hidden_layers"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim or hidden // heads,
+        intermediate=intermediate,
+        vocab=r.integer("vocab_size"),
+        max_positions=r.optional("max_position_embeddings"),
+        attention_bias=r.flag("attention_bias") and kind not in ("mistral", "mixtral", "qwen2", "phi3"),
+        mlp_bias=r.flag("mlp_bias") and kind == "llama",
+        experts=experts,
+        experts_per_token=r.integer("num_experts_per_tok") if experts else 0,
+        moe_intermediate=moe,
+        sparse_step=(r.optional("decoder_sparse_step") or 1) if kind == "qwen3_moe" else 1,
+        dense_layers=tuple(r.values.get("mlp_only_layers") or ()) if kind == "qwen3_moe" else (),
+    )
+
+
+def _params(family: Family, s: Shape, tied: bool) -> Iterator[Param]:
+    yield Param(family.embed, (s.vocab, s.hidden), "embedding")
+    if family.positions:
+        if s.max_positions is None:
+            raise UsageError(
+                "max_position_embeddings is missing", "The position table's size follows from it.", "Add it."
+            )
+        yield Param(family.positions, (s.max_positions, s.hidden), "embedding")
+    share = s.experts_per_token / s.experts if s.experts else 1.0
+    for layer in range(s.layers):
+        for name, shape, matmul in family.make(replace(s, layer=layer)):
+            active = share if ".experts." in name else 1.0
+            yield Param(f"{family.block}.{layer}.{name}", shape, "block", layer, matmul, active)
+    yield Param(f"{family.norm}.weight", (s.hidden,), "norm")
+    if family.norm_bias:
+        yield Param(f"{family.norm}.bias", (s.hidden,), "norm")
+    if not tied:
+        yield Param(family.head, (s.vocab, s.hidden), "head", matmul=True)
+
+
+def from_mapping(config: Mapping[str, Any], source: str, inline: bool = False) -> Arch | Unknown:
+    """Shape from the content of a config.json. ``inline``: written by hand, so a near-miss of a key is an error.
+
+    Raises UsageError for a value that no model can have.
+    """
+    kind = config.get("model_type")
+    if not isinstance(kind, str):
+        raise UsageError(f"no model_type in {source}", "It names the kind of model.", "Add one, such as 'llama'.")
+    family = FAMILIES.get(kind)
+    if family is None:
+        return Unknown(f"model type '{kind}' is not among those counted without torch ({', '.join(FAMILIES)})")
+    if inline:
+        _refuse_near_misses(config, source)
+    reader = _Reader(config, family.defaults, source)
+    shape = _read(kind, reader)
+    tied = reader.flag("tie_word_embeddings")
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    return Arch(
+        model_type=kind,
+        hidden=shape.hidden,
+        layers=shape.layers,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        intermediate=shape.moe_intermediate if shape.experts else shape.intermediate,
+        vocab=shape.vocab,
+        max_positions=shape.max_positions,
+        tied=tied,
+        experts=shape.experts,
+        experts_per_token=shape.experts_per_token,
+        dtype=dtype if isinstance(dtype, str) else None,
+        source=source,
+        params=tuple(_params(family, shape, tied)),
+    )
+
+
+def _refuse_near_misses(config: Mapping[str, Any], source: str) -> None:
+    # transformers keeps any key it does not know as a plain attribute: a typing mistake would silently train
+    # a model of the default size. Keys that resemble none of the sizes are left to transformers.
+    known = (*FIELDS, *ALIASES)
+    for key in config:
+        if key in known or key == "model_type":
+            continue
+        near = difflib.get_close_matches(key, known, 1, 0.85)
+        if near and near[0] not in config:
+            raise UsageError(f"{source}: unknown key '{key}'", "It would be ignored.", f"Did you mean '{near[0]}'?")
+
+
+# ------------------------------------------------------------------------------------------------ finding
+
+
+def look(
+    path: str | None = None, config: Mapping[str, Any] | None = None, revision: str | None = None
+) -> Arch | Unknown:
+    """The shape of ``model.path`` (a folder or hub id) or of an inline ``model.config``; never uses the network.
+
+    A hub id is looked up in the local cache, then among the shapes that this package carries. Raises UsageError
+    for a folder without a readable config.json.
+    """
+    if config is not None:
+        return from_mapping(config, "model.config", inline=True)
+    if not path:
+        return Unknown("neither model.path nor model.config is given")
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return from_mapping(_read_json(folder / "config.json", folder), str(folder / "config.json"))
+    if folder.exists():
+        raise UsageError(
+            f"model.path = {path}", "It is a file.", "Give the folder that holds config.json, or a hub id."
+        )
+    if path.startswith(("/", ".", "~")) or path.count("/") > 1:
+        return Unknown(f"there is no folder {path}", missing=True)
+    cached = _hub_cache_file(path, revision)
+    if cached is not None:
+        return from_mapping(_read_json(cached, cached.parent), str(cached))
+    known = json.loads(Path(__file__).with_name("arch_known.json").read_text("utf-8"))
+    for entry in known:
+        if path in entry["ids"]:
+            return from_mapping(entry["config"], f"the shape known for {path}")
+    return Unknown(f"'{path}' is not in the local cache")
+
+
+def _read_json(file: Path, folder: Path) -> Mapping[str, Any]:
+    try:
+        value = json.loads(file.read_text("utf-8"))
+    except FileNotFoundError:
+        raise UsageError(
+            f"model.path = {folder}",
+            "The folder holds no config.json, so it is not a Hugging Face model folder.",
+            "Give a folder that save_pretrained or `mpdist export` wrote, or a hub id.",
+        ) from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{file} cannot be read", str(error), "Write the file again from its source.") from None
+    if not isinstance(value, dict):
+        raise UsageError(f"{file} cannot be read", "It holds no JSON object.", "Write the file again from its source.")
+    return value
+
+
+def _hub_cache_file(hub_id: str, revision: str | None) -> Path | None:
+    """config.json of a hub id in the Hugging Face cache folder, found by that folder's documented layout."""
+    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    hub = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
+    repo = Path(hub).expanduser() / ("models--" + hub_id.replace("/", "--"))
+    commit = revision or "main"
+    reference = repo / "refs" / commit
+    if reference.is_file():
+        commit = reference.read_text("utf-8").strip()
+    file = repo / "snapshots" / commit / "config.json"
+    return file if file.is_file() else None

@@ -1,0 +1,91 @@
+"""The torch-free parameter table against the models that transformers builds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from mpdist import arch
+
+SMALL = dict(
+    hidden_size=64,
+    intermediate_size=112,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=96,
+)
+NO_GQA = {k: v for k, v in SMALL.items() if k != "num_key_value_heads"}
+TOKENS = dict(bos_token_id=1, eos_token_id=2, pad_token_id=0)
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **SMALL},
+    "llama with biases, tied": {
+        "model_type": "llama",
+        **SMALL,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "tie_word_embeddings": True,
+    },
+    "llama with its own head width": {"model_type": "llama", **SMALL, "head_dim": 24},
+    "mistral": {"model_type": "mistral", **SMALL},
+    "qwen2": {"model_type": "qwen2", **SMALL},
+    "qwen3": {"model_type": "qwen3", **SMALL, "head_dim": 24},
+    "gemma2": {"model_type": "gemma2", **SMALL, "head_dim": 16},
+    "gemma3_text": {"model_type": "gemma3_text", **SMALL, "head_dim": 16},
+    "gpt2": {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 32, "vocab_size": 96},
+    "gpt2 with its own inner width": {"model_type": "gpt2", "n_embd": 64, "n_inner": 80, "n_layer": 1, "n_head": 4},
+    "gpt_neox": {"model_type": "gpt_neox", **NO_GQA},
+    "gpt_neox without attention bias": {"model_type": "gpt_neox", **NO_GQA, "attention_bias": False},
+    "phi3": {"model_type": "phi3", **SMALL},
+    "mixtral": {"model_type": "mixtral", **SMALL, "num_local_experts": 4},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        **SMALL,
+        "head_dim": 16,
+        "num_experts": 4,
+        "moe_intermediate_size": 48,
+        "decoder_sparse_step": 2,
+        "num_experts_per_tok": 2,
+    },
+    "qwen3_moe with a dense layer": {
+        "model_type": "qwen3_moe",
+        **SMALL,
+        "num_experts": 4,
+        "moe_intermediate_size": 48,
+        "mlp_only_layers": [1],
+        "num_experts_per_tok": 2,
+    },
+}
+# Every size left to the config class: save_pretrained writes only what differs from it.
+CASES |= {f"{kind} by its defaults": {"model_type": kind} for kind in arch.FAMILIES}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_parameter_has_the_name_and_shape_that_transformers_gives_it(case: str) -> None:
+    fields = dict(CASES[case])
+    described = arch.from_mapping(fields, "test")
+    assert isinstance(described, arch.Arch)
+    config = AutoConfig.for_model(fields.pop("model_type"), **(TOKENS | fields))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    truth = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert {p.name: p.shape for p in described.params} == truth
+    assert described.total == sum(p.numel() for p in model.parameters())
+    assert described.tied == (model.get_output_embeddings().weight is model.get_input_embeddings().weight)
+    groups = described.embedding + described.head + sum(described.blocks) + described.norms
+    assert groups == described.total
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3", "gpt2", "gemma2", "mixtral"])
+def test_a_saved_config_is_read_like_the_model_it_came_from(case: str, tmp_path: Any) -> None:
+    fields = dict(CASES[case])
+    config = AutoConfig.for_model(fields.pop("model_type"), **(TOKENS | fields))
+    config.save_pretrained(tmp_path)
+    described = arch.look(str(tmp_path))
+    assert isinstance(described, arch.Arch)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert described.total == sum(p.numel() for p in model.parameters())

@@ -1,0 +1,173 @@
+"""The schema in words: for messages ('a whole number, at least 1'), suggestions and the README's reference."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import AfterValidator, BaseModel
+from pydantic.fields import FieldInfo
+
+from mpdist.config import schema
+
+_BOUNDS = (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below"))
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key. ``kind`` is value, section, list (of sections) or free (a mapping whose keys are not ours)."""
+
+    name: str
+    kind: str
+    type: str
+    default: str
+    description: str
+    nullable: bool
+    is_text: bool
+    section: type[BaseModel] | None
+
+
+def children(section: type[BaseModel]) -> dict[str, Key]:
+    return _children(section)
+
+
+@functools.cache
+def _children(section: type[BaseModel]) -> dict[str, Key]:
+    return {field.alias or name: _key(field.alias or name, field) for name, field in section.model_fields.items()}
+
+
+def find(path: tuple[str, ...]) -> Key | None:
+    """The key at ``path``; None where there is none. Anything below a free mapping is a free key."""
+    section: type[BaseModel] | None = schema.Config
+    key: Key | None = None
+    for part in path:
+        if key is not None and key.kind == "free":
+            text = key.type.endswith("of text")
+            return Key(part, "free", "text" if text else "anything", "", "", True, text, None)
+        if key is not None and key.kind == "list" and part.isdecimal():
+            key = Key(part, "section", key.type, "", "", False, False, key.section)
+            continue
+        if section is None or (key is not None and key.kind not in ("section",)):
+            return None
+        key = children(section).get(part)
+        if key is None:
+            return None
+        section = key.section
+    return key
+
+
+def all_keys(section: type[BaseModel] = schema.Config, prefix: str = "") -> Iterator[tuple[str, Key]]:
+    """Every key with its dotted name, sections before what they hold; a list's elements as `data.train.N.path`."""
+    for name, key in children(section).items():
+        yield prefix + name, key
+        if key.section is not None:
+            yield from all_keys(key.section, f"{prefix}{name}.{'N.' if key.kind == 'list' else ''}")
+
+
+def _key(name: str, field: FieldInfo) -> Key:
+    annotation, metadata = _plain(field.annotation, list(field.metadata))
+    nullable = any(arm is type(None) for arm in _arms(annotation))
+    arms = [_plain(arm, []) for arm in _arms(annotation) if arm is not type(None)]
+    kind, section, is_text = "value", None, False
+    if len(arms) == 1:
+        inner = arms[0][0]
+        if isinstance(inner, type) and issubclass(inner, BaseModel):
+            kind, section = "section", inner
+        elif get_origin(inner) is tuple and _is_section(get_args(inner)[0]):
+            kind, section = "list", get_args(inner)[0]
+        elif get_origin(inner) is dict:
+            kind = "free"
+        is_text = inner is str
+    return Key(
+        name,
+        kind,
+        describe(annotation, metadata),
+        _default(field, section),
+        field.description or "",
+        nullable,
+        is_text,
+        section,
+    )
+
+
+def _default(field: FieldInfo, section: type[BaseModel] | None) -> str:
+    if field.is_required():
+        return "required"
+    if section is not None and field.default_factory is not None:
+        return ""
+    value = field.get_default(call_default_factory=True, validated_data={})
+    return show(list(value) if isinstance(value, tuple) else value)
+
+
+def show(value: Any) -> str:
+    """A value as it would be written in YAML, cut to one short line."""
+    from mpdist.config.write import inline
+
+    text = inline(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def describe(annotation: Any, metadata: list[Any] | None = None) -> str:
+    annotation, metadata = _plain(annotation, list(metadata or []))
+    arms = [arm for arm in _arms(annotation) if arm is not type(None)]
+    words = [_one(arm, metadata) for arm in arms]
+    if len(arms) < len(_arms(annotation)):
+        words.append("null")
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def _one(annotation: Any, metadata: list[Any]) -> str:
+    annotation, metadata = _plain(annotation, metadata)
+    if any(getattr(m, "func", None) is schema._duration for m in metadata):
+        return "a length of time above 0, such as 10m"
+    if any(isinstance(m, AfterValidator) and m.func is schema._checkpointing for m in metadata):
+        return "none, full, selective or 'every N'"
+    if any(isinstance(m, AfterValidator) and m.func is schema._folder_name for m in metadata):
+        return "text, one folder name"
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        words = [show(value) for value in args]
+        return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+    if origin is tuple:
+        if _is_section(args[0]):
+            return "a list of mappings"
+        many = {"text": "texts", "true or false": "true or false"}
+        inner = describe(args[0])
+        if len(args) == 2 and args[1] is not Ellipsis:
+            return f"a list of two numbers, each {inner}"
+        return f"a list of {many.get(inner, inner.replace('a whole number', 'whole numbers'))}"
+    if origin is dict:
+        return "a mapping of text to text" if describe(args[1]) == "text" else "a mapping"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "a mapping"
+    word = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}.get(annotation, "anything")
+    return word + _bounds(metadata)
+
+
+def _bounds(metadata: list[Any]) -> str:
+    found = []
+    for item in metadata:
+        for part in (item, *getattr(item, "metadata", ())):
+            for attribute, word in _BOUNDS:
+                bound = getattr(part, attribute, None)
+                if isinstance(bound, (int, float)):
+                    found.append(f"{word} {bound:g}" if bound < 2**53 else f"{word} {bound}")
+    return f", {' and '.join(found)}" if found else ""
+
+
+def _plain(annotation: Any, metadata: list[Any]) -> tuple[Any, list[Any]]:
+    while get_origin(annotation) is Annotated:
+        inner, *more = get_args(annotation)
+        annotation, metadata = inner, [*metadata, *more]
+    return annotation, metadata
+
+
+def _arms(annotation: Any) -> tuple[Any, ...]:
+    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)

@@ -1,0 +1,314 @@
+"""Rules between keys. A setting that would have no effect is an error, like a combination that cannot run.
+
+Having an effect is judged by value, not by whether a key was written: a resolved configuration writes every key,
+defaults included, and has to load again.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mpdist.config import describe, schema
+from mpdist.config.schema import Config
+from mpdist.errors import MpdistError, UsageError
+
+
+@dataclass(frozen=True)
+class Support:
+    """What an engine can do. The README's support table is made from these."""
+
+    engine: str
+    stages: tuple[int, ...]
+    replicas: bool
+    offload: tuple[str, ...]
+    wires: tuple[str, ...] = ("fp32", "bf16", "fp16")
+    sums: tuple[str, ...] = ("fp32", "wire")
+    when: tuple[str, ...] = ("every", "last")
+    computes: tuple[str, ...] = ("fp32", "bf16", "fp16")
+    note: str = ""
+
+
+SUPPORT = {
+    "ddp": Support("ddp", (0,), False, ("none",), note="every rank holds the whole model"),
+    "fsdp2": Support("fsdp2", (2, 3), True, ("none", "all"), note="replicas above 1 is HSDP"),
+}
+
+
+class _View:
+    """A config with the names, values and origins that messages need."""
+
+    def __init__(self, config: Config, origin: Callable[[str], str]) -> None:
+        self.config, self.origin = config, origin
+
+    def value(self, name: str) -> Any:
+        value: Any = self.config
+        for part in name.split("."):
+            value = value[int(part)] if part.isdecimal() else getattr(value, "global_" if part == "global" else part)
+        return value
+
+    def show(self, *names: str) -> str:
+        return ", ".join(f"{name} = {describe.show(self._plain(name))} ({self.origin(name)})" for name in names)
+
+    def _plain(self, name: str) -> Any:
+        value = self.value(name)
+        if isinstance(value, tuple):
+            return [item.model_dump(mode="json") if hasattr(item, "model_dump") else item for item in value]
+        return value
+
+    def changed(self, name: str) -> bool:
+        """Whether the value is not the schema's default."""
+        *path, leaf = name.split(".")
+        section = self.value(".".join(path)) if path else self.config
+        default = type(section).model_fields[leaf].get_default(call_default_factory=True, validated_data={})
+        return bool(getattr(section, leaf) != default)
+
+    def no_effect(self, name: str, why: str, do: str = "") -> Iterator[MpdistError]:
+        if self.changed(name):
+            yield UsageError(self.show(name), f"it would have no effect: {why}", do or f"take {name} out")
+
+
+def _model(v: _View) -> Iterator[MpdistError]:
+    model = v.config.model
+    if (model.path is None) == (model.config is None):
+        what = v.show("model.path") + " and model.config are both given" if model.path else "no model is given"
+        yield UsageError(
+            what,
+            "exactly one of model.path and model.config says what to train",
+            "give one (and set the other to null)",
+        )
+        return
+    local = model.path is not None and (model.path.startswith((".", "/", "~")) or os.path.isdir(model.path))
+    if model.config is not None or local:
+        yield from v.no_effect("model.revision", "only a hub id has revisions")
+    if model.config is not None and v.config.data.tokenizer == "bytes":
+        yield from v.no_effect("model.trust_remote_code", "nothing is loaded that could bring code along")
+    if model.attention == "flash_attention_2" and v.config.precision.compute == "fp32":
+        yield UsageError(
+            v.show("model.attention", "precision.compute"),
+            "flash attention computes in 16 bit only",
+            "take attention sdpa, or compute bf16",
+        )
+    if model.attention == "flash_attention_2" and v.config.launch.device == "cpu":
+        yield UsageError(
+            v.show("model.attention", "launch.device"), "flash attention needs a GPU", "take attention sdpa"
+        )
+
+
+def _tokenizer(v: _View) -> Iterator[MpdistError]:
+    if v.config.model.path is None and v.config.model.config is not None and v.config.data.tokenizer == "model":
+        yield UsageError(
+            v.show("data.tokenizer"),
+            "a model from model.config has no tokenizer beside it",
+            "give data.tokenizer: bytes, or a folder or hub id",
+        )
+
+
+def _sources(v: _View) -> Iterator[MpdistError]:
+    data = v.config.data
+    names = {
+        "text": {"text"},
+        "prompt_completion": {"prompt", "completion"},
+        "messages": {"messages", "role", "content"},
+    }
+    for part in ("train", "eval"):
+        for i, source in enumerate(getattr(data, part)):
+            here = f"data.{part}.{i}"
+            for field in sorted(set(source.fields) - names[source.format]):
+                yield UsageError(
+                    f"{here}.fields.{field} = {source.fields[field]} ({v.origin(f'{here}.fields.{field}')})",
+                    f"a record of format {source.format} has no field {field}",
+                    f"its fields are {', '.join(sorted(names[source.format]))}; or another format",
+                )
+            if data.loss_on != "all" and source.format == "text":
+                yield UsageError(
+                    v.show("data.loss_on", f"{here}.format"),
+                    "plain text has no completion and no assistant",
+                    "take loss_on: all, or format prompt_completion or messages",
+                )
+            if data.loss_on == "assistant" and source.format == "prompt_completion":
+                yield UsageError(
+                    v.show("data.loss_on", f"{here}.format"), "such a record has no roles", "take loss_on: completion"
+                )
+            if part == "eval":
+                yield from v.no_effect(f"{here}.weight", "evaluation reads every source once")
+    if not any(source.format == "messages" for source in (*data.train, *data.eval)):
+        yield from v.no_effect("data.chat_template", "no source has format messages")
+
+
+def _batch(v: _View) -> Iterator[MpdistError]:
+    batch = v.config.batch
+    if batch.global_ % batch.micro:
+        low = batch.global_ // batch.micro * batch.micro
+        near = " or ".join(str(n) for n in (low, low + batch.micro) if n)
+        yield UsageError(
+            v.show("batch.global", "batch.micro"),
+            "a step is a whole number of micro-batches",
+            f"take batch.global {near}",
+        )
+
+
+def _precision(v: _View) -> Iterator[MpdistError]:
+    precision = v.config.precision
+    if precision.compute == "fp32":
+        yield from v.no_effect("precision.keep_fp32", "everything is computed in FP32 already")
+        yield from v.no_effect("precision.master", "the masters have the compute dtype, FP32, already")
+    if v.config.launch.device == "cpu":
+        yield from v.no_effect("precision.tf32", "a CPU has no TF32")
+
+
+def _scale(v: _View) -> Iterator[MpdistError]:
+    scale, mode = v.config.precision.scale, scale_mode(v.config)
+    if mode == "off":
+        why = "there is no loss scale here" + (" (compute and wire are not fp16)" if scale.mode == "auto" else "")
+        for name in ("init", "growth", "backoff", "interval", "floor", "on_overflow"):
+            yield from v.no_effect(f"precision.scale.{name}", why, "take it out, or give precision.scale.mode: dynamic")
+    elif mode == "static":
+        for name in ("growth", "backoff", "interval", "floor", "on_overflow"):
+            yield from v.no_effect(f"precision.scale.{name}", "a static scale never changes")
+    elif scale.init < scale.floor:
+        yield UsageError(
+            v.show("precision.scale.init", "precision.scale.floor"),
+            "the scale starts below its floor",
+            "raise init or lower floor",
+        )
+
+
+def scale_mode(config: Config) -> str:
+    """What ``precision.scale.mode: auto`` comes to: dynamic where compute or wire is fp16, else off."""
+    if config.precision.scale.mode != "auto":
+        return config.precision.scale.mode
+    return "dynamic" if "fp16" in (config.precision.compute, config.reduce.wire) else "off"
+
+
+def _engine(v: _View) -> Iterator[MpdistError]:
+    shard, can = v.config.shard, SUPPORT[v.config.shard.engine]
+    others = [s.engine for s in SUPPORT.values() if shard.stage in s.stages]
+    stages = " or ".join(map(str, can.stages))
+    if shard.stage not in can.stages:
+        other = f", or shard.engine: {others[0]}" if others else ""
+        yield UsageError(
+            v.show("shard.stage", "shard.engine"),
+            f"{can.engine} has stage {stages} only",
+            f"take shard.stage: {stages}{other}",
+        )
+    if shard.replicas > 1 and not can.replicas:
+        yield UsageError(
+            v.show("shard.replicas", "shard.engine"),
+            f"under {can.engine} every rank is a replica",
+            "take replicas: 1, or engine fsdp2",
+        )
+    if shard.offload not in can.offload:
+        yield UsageError(
+            v.show("shard.offload", "shard.engine"),
+            f"{can.engine} does not offload",
+            "take offload: none, or engine fsdp2",
+        )
+
+
+def _reduce(v: _View) -> Iterator[MpdistError]:
+    if v.config.reduce.wire == "fp32":
+        yield from v.no_effect(
+            "reduce.sum", "the wire is FP32, so both sums are the same", "take sum out, or a 16-bit wire"
+        )
+
+
+def _budget(v: _View) -> Iterator[MpdistError]:
+    names = [f"budget.{n}" for n in ("steps", "epochs", "tokens", "seconds") if getattr(v.config.budget, n) is not None]
+    if len(names) != 1:
+        what = v.show(*names) if names else "no budget is given"
+        do = "set the others to null" if names else "give one, such as budget: {steps: 200}"
+        yield UsageError(what, "exactly one of steps, epochs, tokens and seconds says when the run is done", do)
+
+
+def _schedule(v: _View) -> Iterator[MpdistError]:
+    optim, budget = v.config.optim, v.config.budget
+    share = 0 < optim.warmup < 1
+    needs_horizon = optim.schedule != "constant" or share
+    if optim.warmup >= 1 and optim.warmup != math.floor(optim.warmup):
+        yield UsageError(
+            v.show("optim.warmup"), "from 1 on it counts steps, which are whole", "take a whole number, or one below 1"
+        )
+    if not needs_horizon:
+        yield from v.no_effect("optim.horizon", "a constant schedule has no span, and the warm-up is not a share of it")
+    elif optim.horizon == "auto" and budget.seconds is not None:
+        what = v.show(
+            "optim.horizon", "budget.seconds", "optim.warmup" if optim.schedule == "constant" else "optim.schedule"
+        )
+        do = "give optim.horizon a number of steps, or take a constant schedule with its warm-up in steps"
+        yield UsageError(what, "a budget in seconds does not say how many steps the schedule spans", do)
+    span = optim.horizon if optim.horizon != "auto" else budget.steps
+    if span is not None and optim.schedule != "constant" and optim.warmup >= 1 and optim.warmup >= span:
+        yield UsageError(
+            v.show("optim.warmup"), f"the warm-up takes up the schedule's whole span of {span} steps", "make it shorter"
+        )
+    if optim.weight_decay == 0:
+        yield from v.no_effect("optim.decay", "weight_decay is 0")
+
+
+def _evaluation(v: _View) -> Iterator[MpdistError]:
+    if not v.config.data.eval:
+        for name in ("eval.every", "eval.rows"):
+            yield from v.no_effect(name, "data.eval is empty", "take it out, or give data.eval a source")
+
+
+def _tracking(v: _View) -> Iterator[MpdistError]:
+    if v.config.track.wandb.mode == "disabled":
+        yield from v.no_effect("track.wandb.project", "track.wandb.mode is disabled")
+
+
+_DRILLS_WITH_RANK = tuple(schema.Drill.model_fields)
+
+# Each rule with the keys that it reads: it is left out where one of them is wrong already.
+_RULES: tuple[tuple[Callable[[_View], Iterator[MpdistError]], tuple[str, ...]], ...] = (
+    (_model, ("model", "precision.compute", "launch.device", "data.tokenizer")),
+    (_tokenizer, ("model.path", "model.config", "data.tokenizer")),
+    (_sources, ("data",)),
+    (_batch, ("batch",)),
+    (_precision, ("precision.compute", "precision.keep_fp32", "precision.master", "precision.tf32", "launch.device")),
+    (_scale, ("precision.scale", "precision.compute", "reduce.wire")),
+    (_engine, ("shard",)),
+    (_reduce, ("reduce",)),
+    (_budget, ("budget",)),
+    (_schedule, ("optim.warmup", "optim.horizon", "optim.schedule", "optim.weight_decay", "optim.decay", "budget")),
+    (_evaluation, ("eval", "data.eval")),
+    (_tracking, ("track.wandb",)),
+)
+
+
+def check(config: Config, origin: Callable[[str], str], wrong: set[str]) -> list[MpdistError]:
+    """Every rule that the config breaks, but for those that read a key in ``wrong`` (dotted names)."""
+    view = _View(config, origin)
+    return [problem for rule, reads in _RULES if not _touches(reads, wrong) for problem in rule(view)]
+
+
+def _touches(reads: tuple[str, ...], wrong: set[str]) -> bool:
+    return any(r == w or r.startswith(w + ".") or w.startswith(r + ".") for r in reads for w in wrong)
+
+
+def check_world(config: Config, ranks: int, origin: Callable[[str], str] = lambda name: "config") -> list[MpdistError]:
+    """What does not work with a world of this many ranks; for the plan and the launcher, which know the world."""
+    found: list[MpdistError] = []
+    view = _View(config, origin)
+    replicas = config.shard.replicas
+    if ranks % replicas:
+        near = " or ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+        found.append(
+            UsageError(view.show("shard.replicas"), f"it does not divide the world of {ranks} ranks", f"take {near}")
+        )
+    for name in _DRILLS_WITH_RANK:
+        drill = getattr(config.drill, name)
+        if drill is None:
+            continue
+        if isinstance(drill.rank, int) and drill.rank >= ranks:
+            why = f"the world has {ranks} rank{'s' * (ranks != 1)}, from 0: the drill would have no effect"
+            found.append(UsageError(view.show(f"drill.{name}.rank"), why, f"take a rank below {ranks}"))
+    overflow = config.drill.overflow_at
+    accumulation = config.batch.global_ // (config.batch.micro * ranks)
+    if overflow is not None and accumulation and overflow.micro > accumulation:
+        why = f"a rank has {accumulation} micro-batch{'es' * (accumulation != 1)} in a window: the drill would have no effect"
+        found.append(UsageError(view.show("drill.overflow_at.micro"), why, f"take 1 to {accumulation}"))
+    return found

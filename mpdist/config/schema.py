@@ -1,0 +1,366 @@
+"""Every key of a configuration: its type, range, default and meaning. The README's reference is made from this."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Strict,
+    WithJsonSchema,
+    model_validator,
+)
+
+from mpdist.units import parse_duration
+
+DEFAULT_STAGE = {"ddp": 0, "fsdp2": 3}
+
+
+class Section(BaseModel):
+    # `extra` never fires through load(), which reports unknown keys itself with suggestions; it guards other callers.
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
+
+
+def _whole(value: Any) -> Any:
+    """1e9 is how people write a large count, and YAML reads it as a float."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _duration(value: Any) -> Any:
+    try:
+        return parse_duration(value)
+    except Exception as error:
+        raise ValueError(getattr(error, "why", str(error))) from None
+
+
+def _folder_name(value: str) -> str:
+    if not value or value.startswith(".") or "/" in value or "\0" in value or len(value.encode()) > 200:
+        raise ValueError("it has to be one folder name: no slash, no NUL, no leading dot, at most 200 bytes")
+    return value
+
+
+def _checkpointing(value: str) -> str:
+    if not re.fullmatch(r"none|full|selective|every [1-9]\d*", value):
+        raise ValueError("it has to be none, full, selective or 'every N'")
+    return value
+
+
+def _not_empty(value: str) -> str:
+    if not value.strip():
+        raise ValueError("it is empty")
+    return value
+
+
+Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
+Text = Annotated[str, AfterValidator(_not_empty)]
+Seconds = Annotated[
+    float,
+    BeforeValidator(_duration),
+    Field(gt=0),
+    WithJsonSchema({"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "string"}]}),
+]
+Texts = Annotated[tuple[Text, ...], Strict(False)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Natural = Annotated[int, Field(ge=0)]
+Attempts = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Strict(False), Field(min_length=1)]
+
+
+class Model(Section):
+    path: Text | None = Field(
+        None, description="A hub id or a folder to load weights from. Exactly one of path and config."
+    )
+    config: dict[str, Any] | None = Field(
+        None, description="A transformers config (model_type, hidden_size, ...) to start from random weights."
+    )
+    revision: Text | None = Field(None, description="The branch, tag or commit of a hub id.")
+    trust_remote_code: bool = Field(False, description="Whether Python code that comes with the model may run here.")
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"] = Field(
+        "auto", description="The attention implementation; auto lets transformers choose."
+    )
+    freeze: Texts = Field(
+        (), description="Name patterns of parameters that do not train (fnmatch, such as 'model.embed*')."
+    )
+    compile: Literal["none", "blocks"] = Field(
+        "none", description="blocks: each block is compiled before it is sharded."
+    )
+
+
+class Source(Section):
+    path: Text = Field(description="A jsonl, parquet or txt file, a folder saved by datasets, or a hub id.")
+    format: Literal["text", "prompt_completion", "messages"] = Field("text", description="What a record holds.")
+    split: Text | None = Field(None, description="The split of a hub id or a datasets folder.")
+    weight: float = Field(1.0, gt=0, description="How many times an epoch goes through this source; 0.5 is half of it.")
+    fields: dict[str, Text] = Field(
+        default_factory=dict, description="Other names for a record's fields, such as {prompt: question}."
+    )
+
+
+Sources = Annotated[tuple[Source, ...], Strict(False)]
+
+
+class Data(Section):
+    train: Sources = Field(min_length=1, description="What to train on: a list of sources.")
+    eval: Sources = Field((), description="Held-out sources; without any there is no evaluation.")
+    tokenizer: Text = Field(
+        "model", description="model (the one beside the weights), bytes (one id a byte), or a folder or hub id."
+    )
+    seq_len: int = Field(512, ge=2, description="Tokens in a row.")
+    packing: Literal["none", "concat", "best_fit"] = Field(
+        "best_fit", description="How documents share a row; they never see each other."
+    )
+    loss_on: Literal["all", "completion", "assistant"] = Field("all", description="Which tokens the loss counts.")
+    too_long: Literal["auto", "error", "truncate", "drop", "split"] = Field(
+        "auto", description="A record longer than seq_len; auto splits text and is an error for the others."
+    )
+    bad_record: Literal["error", "skip"] = Field("error", description="A record that cannot be read; skip counts it.")
+    last_window: Literal["short", "drop"] = Field("short", description="An epoch's last window if it has too few rows.")
+    shuffle: bool = Field(True, description="A new order each epoch, from seed and epoch alone.")
+    chat_template: Text | None = Field(None, description="A file with a chat template instead of the tokenizer's own.")
+    cache: Text | None = Field(None, description="Where prepared data is kept; null is OUT_DIR/.data.")
+
+
+class Batch(Section):
+    micro: int = Field(1, ge=1, description="Sequences that one rank runs at once.")
+    global_: int = Field(
+        alias="global",
+        ge=1,
+        description="Sequences in one optimizer step over all ranks; accumulation follows, exactly.",
+    )
+
+
+class Scale(Section):
+    mode: Literal["auto", "dynamic", "static", "off"] = Field(
+        "auto", description="auto: dynamic where compute or wire is fp16, else off. static keeps init."
+    )
+    init: float = Field(65536.0, gt=0, description="The first loss scale.")
+    growth: float = Field(2.0, gt=1, description="The factor after `interval` windows without an overflow.")
+    backoff: float = Field(0.5, gt=0, lt=1, description="The factor after an overflow.")
+    interval: int = Field(2000, ge=1, description="Windows without an overflow before the scale grows.")
+    floor: float = Field(1.0, gt=0, description="The scale never falls below this.")
+    patience: int = Field(20, ge=1, description="Consecutive non-finite windows before the run ends with status 5.")
+    on_overflow: Literal["retry", "next"] = Field(
+        "retry",
+        description="retry the same window at the lower scale, so that no sample is lost; or go on to the next.",
+    )
+
+
+class Precision(Section):
+    compute: Literal["fp32", "bf16", "fp16"] = Field("bf16", description="The dtype of forward and backward.")
+    tf32: bool = Field(False, description="Whether FP32 matrix products may use TF32 where the device has it.")
+    master: Literal["fp32", "compute"] = Field(
+        "fp32", description="What the optimizer updates; compute is pure 16 bit and is named so in every report."
+    )
+    keep_fp32: Texts = Field((), description="Name patterns of modules computed in FP32.")
+    scale: Scale = Field(default_factory=Scale, description="The loss scale of a window.")
+
+
+class Shard(Section):
+    engine: Literal["ddp", "fsdp2"] = Field("fsdp2", description="ddp replicates, fsdp2 shards.")
+    stage: Literal[0, 2, 3] = Field(
+        3,
+        description="0 replicates (ddp's default); 2 shards optimizer and gradients; 3 also parameters (fsdp2's default).",
+    )
+    replicas: int = Field(1, ge=1, description="Copies of the sharded model (HSDP); divides the world.")
+    offload: Literal["none", "all"] = Field(
+        "none", description="all keeps parameters, gradients and moments in host memory."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _stage_follows_engine(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "stage" not in data:
+            return {**data, "stage": DEFAULT_STAGE.get(str(data.get("engine")), 3)}
+        return data
+
+
+class Reduce(Section):
+    wire: Literal["fp32", "bf16", "fp16"] = Field(
+        "fp32", description="The dtype in which gradients travel between ranks."
+    )
+    sum: Literal["fp32", "wire"] = Field("fp32", description="The dtype in which the ranks' gradients are added up.")
+    when: Literal["every", "last"] = Field(
+        "every",
+        description="every micro-batch (gradients stay sharded), or only the last of a window (less traffic, more memory).",
+    )
+
+
+class Memory(Section):
+    checkpointing: Annotated[str, AfterValidator(_checkpointing)] = Field(
+        "none",
+        description="Activations computed again in backward: none, full, selective (per operator), or every N blocks.",
+    )
+    loss_chunk: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
+        "auto", description="Tokens whose logits exist at once in the loss."
+    )
+
+
+class Optim(Section):
+    name: Literal["adamw"] = Field("adamw", description="The optimizer.")
+    lr: float = Field(2e-5, ge=0, description="The peak learning rate.")
+    betas: Annotated[tuple[Beta, Beta], Strict(False)] = Field((0.9, 0.95), description="Decay of the two moments.")
+    eps: float = Field(1e-8, gt=0, description="Added to the root of the second moment.")
+    weight_decay: float = Field(0.1, ge=0, description="Decoupled weight decay, scaled by the learning rate.")
+    decay: Literal["matrices", "all"] = Field(
+        "matrices", description="What decays: matrices and embeddings, or everything."
+    )
+    clip: Annotated[float, Field(gt=0)] | None = Field(
+        1.0, description="The largest gradient norm of a window; null is off."
+    )
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "cosine", description="How lr falls to 0 after the warm-up."
+    )
+    warmup: float = Field(
+        0.03, ge=0, description="Below 1 a share of the horizon, else steps. 0 by default under a constant schedule."
+    )
+    horizon: Literal["auto"] | Count = Field(
+        "auto", description="The steps that the schedule spans; auto is the budget's."
+    )
+    fused: Literal["auto"] | bool = Field(
+        "auto", description="The fused optimizer kernel; auto takes it where it exists."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_warmup_under_constant(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "warmup" not in data and data.get("schedule") == "constant":
+            return {**data, "warmup": 0.0}
+        return data
+
+
+class Budget(Section):
+    steps: Count | None = Field(None, description="Optimizer steps. Exactly one of the four budgets.")
+    epochs: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="Passes over the training data; 0.5 is half of one."
+    )
+    tokens: Count | None = Field(None, description="Tokens processed, padding not counted (train/tokens).")
+    seconds: Seconds | None = Field(None, description="Time inside training windows (time/train_s), such as 2h30m.")
+
+
+class Eval(Section):
+    every: int = Field(50, ge=0, description="Steps between evaluations; 0 is only at the end.")
+    rows: int = Field(
+        256, ge=1, description="Rows over all ranks, so that the figure does not depend on the world size."
+    )
+
+
+class Checkpoint(Section):
+    every: int = Field(100, ge=0, description="Steps between checkpoints; 0 is only at the end.")
+    keep: int = Field(3, ge=1, description="How many to keep; the best and the latest are always kept.")
+    resume: Text = Field(
+        "auto",
+        description="auto goes on where the run directory stands; never; or a checkpoint's path to start a new run from.",
+    )
+
+
+class Wandb(Section):
+    mode: Literal["online", "offline", "disabled"] = Field("offline", description="Where Weights & Biases data go.")
+    project: Text = Field("mpdist", description="The project's name there.")
+
+
+class Track(Section):
+    every: int = Field(10, ge=1, description="Steps between logged rows.")
+    wandb: Wandb = Field(default_factory=Wandb, description="Weights & Biases; one rank logs.")
+
+
+class Launch(Section):
+    ranks: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
+        "auto", description="Ranks on each node; auto is one a GPU, or one on a machine without."
+    )
+    nodes: int = Field(1, ge=1, description="Nodes; the world is ranks x nodes.")
+    timeout: Seconds = Field(600.0, description="How long a collective or a missing rank is waited for, such as 10m.")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes the GPUs where there are any.")
+    port: Literal["auto"] | Annotated[int, Field(ge=1, le=65535)] = Field(
+        "auto", description="The rendezvous port; auto takes a free one on one node, 29500 on several."
+    )
+    address: Text | None = Field(
+        None, description="The first node's host name or address, where there are several nodes."
+    )
+
+
+class Slurm(Section):
+    """No keys yet: `slurm: {}` is accepted, anything inside is refused."""
+
+
+class OverflowAt(Section):
+    attempts: Attempts | Literal["all"] = Field(description="The attempts, from 1, or all.")
+    rank: Natural = Field(0, description="The rank.")
+    micro: int = Field(1, ge=1, description="After which of its micro-batches' backward, from 1.")
+
+
+class NanLossAt(Section):
+    attempts: Attempts | Literal["all"] = Field(description="The attempts, from 1, or all.")
+    rank: Natural = Field(0, description="The rank.")
+
+
+class FaultAt(Section):
+    attempt: int = Field(ge=1, description="The attempt, from 1.")
+    rank: Natural = Field(0, description="The rank.")
+
+
+class KillAt(Section):
+    attempt: int = Field(ge=1, description="The attempt, from 1.")
+    rank: Natural | Literal["all"] = Field(0, description="The rank, or all.")
+    phase: Literal["train", "save"] = Field(
+        "train", description="save: inside the first save at or after that attempt."
+    )
+
+
+class StopAt(FaultAt):
+    signal: Literal["TERM", "INT", "HUP", "USR1"] = Field("TERM", description="The signal.")
+
+
+class ExitAt(FaultAt):
+    code: int = Field(0, ge=0, le=255, description="The exit code.")
+
+
+class DiskFullAt(Section):
+    save: int = Field(ge=1, description="The save, from 1.")
+    rank: Natural = Field(0, description="The rank.")
+
+
+class Drill(Section):
+    overflow_at: OverflowAt | None = Field(
+        None, description="Puts +inf into one local gradient element before any reduction."
+    )
+    nan_loss_at: NanLossAt | None = Field(None, description="Makes the rank's loss NaN.")
+    kill_at: KillAt | None = Field(None, description="SIGKILL to the rank.")
+    stop_at: StopAt | None = Field(
+        None, description="A stop signal to the rank; its attempt finishes, then the run saves."
+    )
+    hang_at: FaultAt | None = Field(None, description="The rank stops answering.")
+    raise_at: FaultAt | None = Field(None, description="The rank raises an exception.")
+    exit_at: ExitAt | None = Field(None, description="The rank leaves early.")
+    disk_full_at: DiskFullAt | None = Field(None, description="Writing that save fails as on a full disk.")
+
+
+class Config(Section):
+    """One run."""
+
+    name: Annotated[str, AfterValidator(_folder_name)] = Field(
+        description="The run's name, and its folder's in out_dir."
+    )
+    out_dir: Text = Field("runs", description="The folder that holds the run's folder.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Seeds weights, dropout and the order of the data.")
+    deterministic: bool = Field(
+        True, description="Bit-exact resume: deterministic algorithms, or an error naming the operation that has none."
+    )
+    model: Model = Field(default_factory=Model, description="What is trained.")
+    data: Data = Field(description="What it is trained on.")
+    batch: Batch = Field(description="Sequences in a step.")
+    precision: Precision = Field(default_factory=Precision, description="Float formats.")
+    shard: Shard = Field(default_factory=Shard, description="What each rank holds.")
+    reduce: Reduce = Field(default_factory=Reduce, description="How gradients are summed over ranks.")
+    memory: Memory = Field(default_factory=Memory, description="Time for memory.")
+    optim: Optim = Field(default_factory=Optim, description="Optimizer and schedule.")
+    budget: Budget = Field(default_factory=Budget, description="When the run is done.")
+    eval: Eval = Field(default_factory=Eval, description="Evaluation on data.eval.")
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint, description="Saves.")
+    track: Track = Field(default_factory=Track, description="Logging.")
+    launch: Launch = Field(default_factory=Launch, description="Processes.")
+    slurm: Slurm = Field(default_factory=Slurm, description="No keys in this version.")
+    drill: Drill = Field(default_factory=Drill, description="Rehearsed faults; attempts and saves count from 1.")

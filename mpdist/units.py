@@ -1,0 +1,80 @@
+"""Amounts as people write them: bytes ('80GiB') and durations ('2h30m')."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from mpdist.errors import UsageError
+
+_BYTES = {
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_SECONDS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
+_NUMBER = r"\d+(?:\.\d+)?"
+_DURATION = re.compile(rf"(?:({_NUMBER})d)?(?:({_NUMBER})h)?(?:({_NUMBER})m)?(?:({_NUMBER})s)?(?:({_NUMBER})ms)?")
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes of '80GiB', '1.5 TB', '512MiB' or a plain count of bytes. Raises UsageError."""
+    if isinstance(text, int):
+        return text
+    match = re.fullmatch(rf"({_NUMBER})\s*([a-zA-Z]*)", text.strip())
+    factor = _BYTES.get(match[2].lower() or "b") if match else None
+    if match is None or factor is None:
+        raise UsageError(
+            f"{text!r} is not an amount of memory",
+            "an amount is a number and a unit: B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (powers of 1024)",
+            "write it like 80GiB",
+        )
+    return round(float(match[1]) * factor)
+
+
+def format_bytes(count: int | float) -> str:
+    """The binary unit that keeps the number below 1024: 1536 -> '1.50 KiB'."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1024
+    return f"{size:.2f} TiB"
+
+
+def parse_duration(text: str | int | float) -> float:
+    """Seconds of '10m', '2h30m', '1.5h', '90s', '250ms' or a plain number of seconds. Raises UsageError."""
+    if isinstance(text, (int, float)) and not isinstance(text, bool) and math.isfinite(text) and text >= 0:
+        return float(text)
+    if isinstance(text, str):
+        compact = text.strip().replace(" ", "").lower()
+        if re.fullmatch(_NUMBER, compact):
+            return float(compact)
+        match = _DURATION.fullmatch(compact)
+        if match and compact:
+            units = zip(match.groups(), _SECONDS.values(), strict=True)
+            return sum(float(number) * seconds for number, seconds in units if number)
+    raise UsageError(
+        f"{text!r} is not a length of time",
+        "a length of time is numbers with units, largest first: d, h, m, s, ms; or a number of seconds",
+        "write it like 10m or 2h30m",
+    )
+
+
+def format_duration(seconds: float) -> str:
+    """9000 -> '2h30m', 90.5 -> '1m30s', 4.25 -> '4.2s'."""
+    if seconds < 60:
+        return f"{seconds:.1f}s"
+    whole = round(seconds)
+    parts = []
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60), ("s", 1)):
+        count, whole = divmod(whole, size)
+        if count:
+            parts.append(f"{count}{unit}")
+    return "".join(parts[:2])

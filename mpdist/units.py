@@ -32,7 +32,7 @@ def parse_bytes(text: str | int) -> int:
     if match is None or factor is None:
         raise UsageError(
             f"{text!r} is not an amount of memory",
-            "an amount is a number and a unit: B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (powers of 1024)",
+            "it takes a number and a unit: B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (of 1024)",
             "write it like 80GiB",
         )
     return round(float(match[1]) * factor)

@@ -35,7 +35,8 @@ def from_env(env: Mapping[str, str]) -> World | None:
     """
     if "RANK" in env and "WORLD_SIZE" in env:
         return _checked(_torchrun(env))
-    if "SLURM_PROCID" in env and "SLURM_STEP_ID" in env and env["SLURM_STEP_ID"] not in ("", "4294967294"):
+    # A batch script may see SLURM_PROCID too; only the tasks of a step belong to a world.
+    if "SLURM_PROCID" in env and (env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID", "")).isdecimal():
         return _checked(_srun(env))
     return None
 

@@ -69,7 +69,7 @@ def secrets(tree: Tree) -> list[MpdistError]:
     def walk(value: Any, path: Path) -> None:
         for name, item in list(_items(value)):
             here = (*path, name)
-            if isinstance(value, dict) and _SECRET_NAME.search(name) and describe.find(here) in (None,) + _free(here):
+            if isinstance(value, dict) and _SECRET_NAME.search(name) and _may_be_secret(here):
                 why = "its name says that it is a secret, and a configuration is stored and logged"
             elif isinstance(item, str) and (
                 _SECRET_VALUE.match(item) or (path[:1] == ("track",) and _WANDB_KEY.fullmatch(item))
@@ -89,9 +89,10 @@ def secrets(tree: Tree) -> list[MpdistError]:
     return found
 
 
-def _free(path: Path) -> tuple[Any, ...]:
+def _may_be_secret(path: Path) -> bool:
+    """Our own keys are not secrets, whatever their names look like."""
     key = describe.find(path)
-    return (key,) if key is not None and key.kind == "free" else ()
+    return key is None or key.kind == "free"
 
 
 def unknown(tree: Tree) -> list[MpdistError]:
@@ -132,7 +133,7 @@ def _unknown_key(tree: Tree, path: Path, value: Any, section: type[BaseModel]) -
 
 
 def nearest(path: Path, siblings: list[str]) -> str | None:
-    """The full name of the right key that is nearest: a sibling, another trainer's word for ours, or a key elsewhere."""
+    """The full name of the nearest right key: a sibling, another trainer's word for ours, or one elsewhere."""
     name = path[-1]
     close = difflib.get_close_matches(name.lower(), siblings, n=1, cutoff=0.75)
     if close:
@@ -191,16 +192,18 @@ def _problem(tree: Tree, path: Path, kind: str, message: str) -> MpdistError:
     assert key is not None
     name = dotted(path)
     if kind == "missing":
-        return UsageError(f"{name} is not given", f"it has no default: {key.description}", f"add `{name}`: {key.type}")
+        return UsageError(
+            f"{name} is not given", f"it has no default: {key.description}", f"add `{name}`: {key.expects}"
+        )
     value = _get(tree.value, path)
-    why = f"it has to be {key.type}"
-    if kind == "value_error" and not value == "":
+    why = f"it has to be {key.expects}"
+    if kind == "value_error" and value != "":
         why = message.removeprefix("Value error, ")
-    do = f"give {name} {key.type}" if kind == "value_error" else "correct the value, or take the key out"
-    if isinstance(value, str) and value.lower() in ("yes", "no", "on", "off") and "true or false" in key.type:
+    do = f"give {name} {key.expects}" if kind == "value_error" else "correct the value, or take the key out"
+    if isinstance(value, str) and value.lower() in ("yes", "no", "on", "off") and "true or false" in key.expects:
         do = f"YAML 1.2 reads {value} as text; write {'true' if value.lower() in ('yes', 'on') else 'false'}"
     elif isinstance(value, str):
-        close = difflib.get_close_matches(value.lower(), key.type.replace(",", " ").split(), n=1, cutoff=0.6)
+        close = difflib.get_close_matches(value.lower(), key.expects.replace(",", " ").split(), n=1, cutoff=0.6)
         if close and close[0] not in ("or", "whole", "number", "text"):
             do = f"did you mean {close[0]}?"
     return UsageError(f"{name} = {describe.show(value)} ({origin(tree, path)})", why, do)

@@ -1,4 +1,4 @@
-"""The schema in words: for messages ('a whole number, at least 1'), suggestions and the README's reference."""
+"""The schema in words: for messages ('a whole number >= 1'), suggestions and the README's reference."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 
 from mpdist.config import schema
 
-_BOUNDS = (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below"))
+_BOUNDS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Key:
 
     name: str
     kind: str
-    type: str
+    expects: str
     default: str
     description: str
     nullable: bool
@@ -45,10 +45,10 @@ def find(path: tuple[str, ...]) -> Key | None:
     key: Key | None = None
     for part in path:
         if key is not None and key.kind == "free":
-            text = key.type.endswith("of text")
+            text = key.expects.endswith("of text")
             return Key(part, "free", "text" if text else "anything", "", "", True, text, None)
         if key is not None and key.kind == "list" and part.isdecimal():
-            key = Key(part, "section", key.type, "", "", False, False, key.section)
+            key = Key(part, "section", key.expects, "", "", False, False, key.section)
             continue
         if section is None or (key is not None and key.kind not in ("section",)):
             return None
@@ -122,7 +122,7 @@ def describe(annotation: Any, metadata: list[Any] | None = None) -> str:
 def _one(annotation: Any, metadata: list[Any]) -> str:
     annotation, metadata = _plain(annotation, metadata)
     if any(getattr(m, "func", None) is schema._duration for m in metadata):
-        return "a length of time above 0, such as 10m"
+        return "a length of time such as 10m"
     if any(isinstance(m, AfterValidator) and m.func is schema._checkpointing for m in metadata):
         return "none, full, selective or 'every N'"
     if any(isinstance(m, AfterValidator) and m.func is schema._folder_name for m in metadata):
@@ -134,11 +134,10 @@ def _one(annotation: Any, metadata: list[Any]) -> str:
     if origin is tuple:
         if _is_section(args[0]):
             return "a list of mappings"
-        many = {"text": "texts", "true or false": "true or false"}
         inner = describe(args[0])
         if len(args) == 2 and args[1] is not Ellipsis:
-            return f"a list of two numbers, each {inner}"
-        return f"a list of {many.get(inner, inner.replace('a whole number', 'whole numbers'))}"
+            return f"a list of two numbers, each {inner.removeprefix('a number ')}"
+        return f"a list of {'texts' if inner == 'text' else inner.replace('a whole number', 'whole numbers')}"
     if origin is dict:
         return "a mapping of text to text" if describe(args[1]) == "text" else "a mapping"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -155,7 +154,7 @@ def _bounds(metadata: list[Any]) -> str:
                 bound = getattr(part, attribute, None)
                 if isinstance(bound, (int, float)):
                     found.append(f"{word} {bound:g}" if bound < 2**53 else f"{word} {bound}")
-    return f", {' and '.join(found)}" if found else ""
+    return f" {' and '.join(found)}" if found else ""
 
 
 def _plain(annotation: Any, metadata: list[Any]) -> tuple[Any, list[Any]]:
@@ -171,3 +170,13 @@ def _arms(annotation: Any) -> tuple[Any, ...]:
 
 def _is_section(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def reference() -> str:
+    """Every key as a Markdown table, in the schema's order."""
+    lines = ["| key | value | default | meaning |", "| --- | --- | --- | --- |"]
+    for name, key in all_keys():
+        bold = key.section is not None
+        cells = (f"**`{name}`**" if bold else f"`{name}`", key.expects, key.default, key.description)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines)

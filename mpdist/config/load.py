@@ -156,7 +156,7 @@ def _override(tree: Tree, text: str) -> None:
     key = describe.find(path)
     if written == "null":
         value = Tree(None, {(): COMMAND_LINE})
-    elif key is not None and key.is_text or (key is not None and key.type == "text"):
+    elif key is not None and key.is_text:
         value = Tree(written, {(): COMMAND_LINE})
     else:
         value = read.parse(written, f"{name} ({COMMAND_LINE})", line_numbers=False)
@@ -217,10 +217,13 @@ def _clear_nulls(tree: Tree) -> None:
                 for i, item in enumerate(value[name]):
                     if isinstance(item, dict):
                         walk(item, (*here, str(i)))
-            elif value[name] is None and not key.nullable:
-                if key.kind in ("section", "list") or tree.origins.get(here) == COMMAND_LINE:
-                    del value[name]
-                    tree.origins.pop(here, None)
+            elif (
+                value[name] is None
+                and not key.nullable
+                and (key.kind in ("section", "list") or tree.origins.get(here) == COMMAND_LINE)
+            ):
+                del value[name]
+                tree.origins.pop(here, None)
 
     walk(tree.value, ())
 

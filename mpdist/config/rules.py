@@ -289,7 +289,7 @@ def _touches(reads: tuple[str, ...], wrong: set[str]) -> bool:
     return any(r == w or r.startswith(w + ".") or w.startswith(r + ".") for r in reads for w in wrong)
 
 
-def check_world(config: Config, ranks: int, origin: Callable[[str], str] = lambda name: "config") -> list[MpdistError]:
+def check_world(config: Config, ranks: int, origin: Callable[[str], str] = lambda _: "config") -> list[MpdistError]:
     """What does not work with a world of this many ranks; for the plan and the launcher, which know the world."""
     found: list[MpdistError] = []
     view = _View(config, origin)
@@ -309,6 +309,6 @@ def check_world(config: Config, ranks: int, origin: Callable[[str], str] = lambd
     overflow = config.drill.overflow_at
     accumulation = config.batch.global_ // (config.batch.micro * ranks)
     if overflow is not None and accumulation and overflow.micro > accumulation:
-        why = f"a rank has {accumulation} micro-batch{'es' * (accumulation != 1)} in a window: the drill would have no effect"
+        why = f"each rank has only {accumulation} in a window: the drill would have no effect"
         found.append(UsageError(view.show("drill.overflow_at.micro"), why, f"take 1 to {accumulation}"))
     return found

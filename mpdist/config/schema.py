@@ -56,12 +56,12 @@ def _not_empty(value: str) -> str:
     return value
 
 
-Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
+Count = Annotated[int, Field(ge=1), BeforeValidator(_whole)]
 Text = Annotated[str, AfterValidator(_not_empty)]
 Seconds = Annotated[
     float,
-    BeforeValidator(_duration),
     Field(gt=0),
+    BeforeValidator(_duration),
     WithJsonSchema({"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "string"}]}),
 ]
 Texts = Annotated[tuple[Text, ...], Strict(False)]
@@ -163,7 +163,7 @@ class Shard(Section):
     engine: Literal["ddp", "fsdp2"] = Field("fsdp2", description="ddp replicates, fsdp2 shards.")
     stage: Literal[0, 2, 3] = Field(
         3,
-        description="0 replicates (ddp's default); 2 shards optimizer and gradients; 3 also parameters (fsdp2's default).",
+        description="0 replicates (default of ddp); 2 shards gradients and optimizer; 3 parameters too (of fsdp2).",
     )
     replicas: int = Field(1, ge=1, description="Copies of the sharded model (HSDP); divides the world.")
     offload: Literal["none", "all"] = Field(
@@ -185,7 +185,7 @@ class Reduce(Section):
     sum: Literal["fp32", "wire"] = Field("fp32", description="The dtype in which the ranks' gradients are added up.")
     when: Literal["every", "last"] = Field(
         "every",
-        description="every micro-batch (gradients stay sharded), or only the last of a window (less traffic, more memory).",
+        description="every micro-batch (gradients stay sharded), or the last of a window (less traffic, more memory).",
     )
 
 
@@ -253,7 +253,7 @@ class Checkpoint(Section):
     keep: int = Field(3, ge=1, description="How many to keep; the best and the latest are always kept.")
     resume: Text = Field(
         "auto",
-        description="auto goes on where the run directory stands; never; or a checkpoint's path to start a new run from.",
+        description="auto goes on where the run directory stands; never; or a checkpoint's path that starts a new run.",
     )
 
 
@@ -275,7 +275,7 @@ class Launch(Section):
     timeout: Seconds = Field(600.0, description="How long a collective or a missing rank is waited for, such as 10m.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes the GPUs where there are any.")
     port: Literal["auto"] | Annotated[int, Field(ge=1, le=65535)] = Field(
-        "auto", description="The rendezvous port; auto takes a free one on one node, 29500 on several."
+        "auto", description="The rendezvous port; auto takes a free one on one node and a fixed one on several."
     )
     address: Text | None = Field(
         None, description="The first node's host name or address, where there are several nodes."

@@ -1,0 +1,289 @@
+"""The `mpdist` command. Each command imports what it needs when it runs, so that help and refusals are immediate."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import mpdist
+from mpdist.errors import MpdistError, UsageError
+
+if TYPE_CHECKING:
+    from mpdist.config import Resolved
+
+_OVERRIDES = """\
+KEY=VALUE sets one key for this run: the command line beats the file, the file beats its parent, the parent beats the
+defaults. VALUE is read as YAML unless the key holds text; a list's element is data.train.0.path=...; KEY=null clears.
+"""
+_STATUSES = """\
+exit statuses: 0 done, 1 a bug, 2 usage or configuration, 3 does not fit, 4 the machine is wrong, 5 diverged,
+6 checkpoint, 75 stopped early with everything saved (launch again to go on)
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose complaints are UsageErrors like all others."""
+
+    def __init__(self, command: str, description: str, epilog: str) -> None:
+        super().__init__(
+            prog=f"mpdist {command}",
+            description=description,
+            epilog=epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{self.prog}: {message}", "", f"`{self.prog} --help` shows how it is used")
+
+
+def _with_config(parser: _Parser, required: bool = True) -> None:
+    parser.add_argument("config", nargs=None if required else "?", metavar="CONFIG", help="the run's YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings for this run")
+
+
+def _with_world(parser: _Parser) -> None:
+    parser.add_argument("--ranks", type=_positive, metavar="N", help="ranks on each node (default: launch.ranks)")
+    parser.add_argument("--nodes", type=_positive, metavar="N", help="nodes (default: launch.nodes)")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def _parse(parser: _Parser, argv: Sequence[str]) -> argparse.Namespace:
+    """Options may stand anywhere among the overrides."""
+    return parser.parse_intermixed_args(list(argv))
+
+
+def _load(arguments: argparse.Namespace) -> Resolved:
+    from mpdist.config import load
+
+    return load(arguments.config, arguments.overrides)
+
+
+def _launch(argv: Sequence[str]) -> int:
+    parser = _Parser(
+        "launch",
+        "Train. Plans and checks first, freezes the run directory OUT_DIR/NAME, then runs torchrun as a child, passes\n"
+        "signals on, and returns the run's own status. Launching the same run again goes on where it stopped.",
+        "example:\n  mpdist launch configs/smollm2_135m.yaml --ranks 2 batch.micro=4 optim.lr=1e-5\n\n"
+        f"{_OVERRIDES}\n{_STATUSES}",
+    )
+    _with_config(parser)
+    _with_world(parser)
+    parser.add_argument("--dry-run", action="store_true", help="print config, plan and command line; start nothing")
+    arguments = _parse(parser, argv)
+    resolved = _load(arguments)
+    from mpdist import launch
+
+    return launch.run(resolved, ranks=arguments.ranks, nodes=arguments.nodes, dry_run=arguments.dry_run)
+
+
+def _plan(argv: Sequence[str]) -> int:
+    parser = _Parser(
+        "plan",
+        "What follows from a configuration, without a GPU and without torch: bytes a rank by tensor class, the batch\n"
+        "arithmetic, the traffic, and whether it fits. Exit status 3 if it does not.",
+        f"example:\n  mpdist plan configs/llama31_8b.yaml --ranks 8 --memory 80GiB\n\n{_OVERRIDES}",
+    )
+    _with_config(parser)
+    _with_world(parser)
+    parser.add_argument("--memory", metavar="BYTES", help="a rank's memory to judge by, such as 80GiB")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    arguments = _parse(parser, argv)
+    memory = None
+    if arguments.memory is not None:
+        from mpdist.units import parse_bytes
+
+        memory = parse_bytes(arguments.memory)
+    resolved = _load(arguments)
+    from mpdist import plan
+
+    return plan.run(resolved, ranks=arguments.ranks, nodes=arguments.nodes, memory_bytes=memory, as_json=arguments.json)
+
+
+def _config(argv: Sequence[str]) -> int:
+    parser = _Parser(
+        "config",
+        "Check a configuration and print every value with its origin: FILE:LINE, command line or default.\n"
+        "Everything that is wrong is reported at once, with the nearest right key; the exit status is then 2.",
+        "examples:\n  mpdist config run.yaml batch.micro=4\n  mpdist config --schema > mpdist.schema.json\n\n"
+        f"{_OVERRIDES}",
+    )
+    _with_config(parser, required=False)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--yaml", action="store_true", help="print the resolved values as a file that loads again")
+    what.add_argument("--schema", action="store_true", help="print the JSON schema of a configuration file")
+    what.add_argument("--reference", action="store_true", help="print every key as a Markdown table")
+    arguments = _parse(parser, argv)
+    if arguments.schema or arguments.reference:
+        if arguments.config is not None:
+            parser.error("--schema and --reference describe every configuration: give no CONFIG with them")
+        return _print_schema(arguments.schema)
+    if arguments.config is None:
+        parser.error("which configuration? give CONFIG, --schema or --reference")
+    resolved = _load(arguments)
+    print(resolved.to_yaml() if arguments.yaml else resolved.to_text(), end="" if arguments.yaml else "\n")
+    return 0
+
+
+def _print_schema(schema: bool) -> int:
+    if schema:
+        import json
+
+        from mpdist.config import json_schema
+
+        print(json.dumps(json_schema(), indent=2))
+    else:
+        from mpdist.config.describe import reference
+
+        print(reference())
+    return 0
+
+
+def _configs(argv: Sequence[str]) -> int:
+    parser = _Parser(
+        "configs",
+        "The configurations and recipes that come with mpdist: list them, show one, or copy one (with the parents\n"
+        "that it extends) to edit it.",
+        "examples:\n  mpdist configs\n  mpdist configs show llama31_8b\n  mpdist configs copy llama31_8b my_runs",
+    )
+    parser.add_argument("action", nargs="?", choices=("list", "show", "copy"), default="list", help="default: list")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="as listed, or its last part")
+    parser.add_argument("folder", nargs="?", metavar="FOLDER", help="where to copy it")
+    arguments = parser.parse_args(list(argv))
+    from pathlib import Path
+
+    from mpdist import shipped
+
+    if arguments.action == "list":
+        if arguments.name:
+            parser.error(f"list takes no name; `mpdist configs show {arguments.name}` prints it")
+        names = shipped.names()
+        wide = max((len(name) for name in names), default=0)
+        for name in names:
+            print(f"{name:{wide}}  {shipped.describe(shipped.root() / name)}".rstrip())
+    elif arguments.name is None or (arguments.action == "copy") != (arguments.folder is not None):
+        parser.error("use `show NAME` or `copy NAME FOLDER`")
+    elif arguments.action == "show":
+        print(shipped.find(arguments.name).read_text(encoding="utf-8"), end="")
+    else:
+        for path in shipped.copy(arguments.name, Path(arguments.folder)):
+            print(path)
+    return 0
+
+
+def _prepare(argv: Sequence[str]) -> int:
+    parser = _Parser(
+        "prepare",
+        "Fetch what the hub holds, then tokenise, pack and index the data once, before any GPU is held. Resumable;\n"
+        "launch does what is left of it. The result is found again by the digest of everything that it depends on.",
+        f"example:\n  mpdist prepare run.yaml data.cache=/data/prepared\n\n{_OVERRIDES}",
+    )
+    _with_config(parser)
+    resolved = _load(_parse(parser, argv))
+    from mpdist.data import command
+
+    return command.run(resolved)
+
+
+def _export(argv: Sequence[str]) -> int:
+    parser = _Parser(
+        "export",
+        "Write a folder that transformers' from_pretrained loads, from a checkpoint or a run's latest one.",
+        "example:\n  mpdist export runs/my-run my-model --dtype bf16",
+    )
+    parser.add_argument("source", metavar="CHECKPOINT_OR_RUN", help="a checkpoint's folder, or a run's")
+    parser.add_argument("folder", metavar="FOLDER", help="the folder to write; it must not exist")
+    parser.add_argument(
+        "--dtype", choices=("fp32", "bf16", "fp16"), help="default: the dtype of the model the run started from"
+    )
+    arguments = parser.parse_args(list(argv))
+    from mpdist import export
+
+    return export.run(arguments.source, arguments.folder, arguments.dtype)
+
+
+COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "launch": (_launch, "train: check, plan, freeze the run directory, run torchrun, return the run's status"),
+    "plan": (_plan, "what follows from a config: bytes a rank, batch arithmetic, traffic, whether it fits"),
+    "config": (_config, "check a config; print every value with its origin, or the JSON schema"),
+    "configs": (_configs, "the configs and recipes that come with mpdist: list, show, copy"),
+    "prepare": (_prepare, "tokenise, pack and index the data before any GPU is held"),
+    "export": (_export, "a folder that from_pretrained loads, from a run or a checkpoint"),
+}
+
+
+def _help() -> str:
+    commands = "\n".join(f"  {name:8} {summary}" for name, (_, summary) in COMMANDS.items())
+    return (
+        f"usage: mpdist COMMAND ...\n\n{mpdist.__doc__}\n\ncommands:\n{commands}\n\n"
+        "a first run:\n"
+        "  mpdist configs                                   what there is to start from\n"
+        "  mpdist configs copy smollm2_135m my_runs         a copy of yours to edit\n"
+        "  mpdist plan my_runs/smollm2_135m.yaml --ranks 8  does it fit?\n"
+        "  mpdist launch my_runs/smollm2_135m.yaml          train\n\n"
+        "with your own launcher: torchrun --nproc-per-node 8 -m mpdist CONFIG [KEY=VALUE ...]\n"
+        "`mpdist COMMAND --help` has each command's options and an example; `mpdist --version` the version.\n\n"
+        f"{_STATUSES}"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit status. What a user can cause is printed in three parts on stderr."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    return reported(lambda: _dispatch(arguments))
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments:
+        print(_help(), end="", file=sys.stderr)
+        return UsageError.status
+    if arguments[0] in ("-h", "--help", "help"):
+        print(_help(), end="")
+        return 0
+    if arguments[0] == "--version":
+        print(f"mpdist {mpdist.__version__}")
+        return 0
+    if arguments[0] in COMMANDS:
+        return COMMANDS[arguments[0]][0](arguments[1:])
+    raise _unknown_command(arguments[0])
+
+
+def _unknown_command(name: str) -> UsageError:
+    if name.endswith((".yaml", ".yml")):
+        return UsageError(f"mpdist {name}", "the command is missing", f"did you mean `mpdist launch {name}`?")
+    import difflib
+
+    near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
+    do = f"did you mean `mpdist {near[0]}`?" if near else "`mpdist --help` lists the commands"
+    return UsageError(f"mpdist {name}", "there is no such command", do)
+
+
+def reported(work: Callable[[], Any]) -> int:
+    """Run ``work``; its ending as an exit status. Expected errors are printed, a bug keeps its traceback."""
+    try:
+        status = work()
+        sys.stdout.flush()
+        return int(status)
+    except MpdistError as error:
+        sys.stdout.flush()
+        print(error, file=sys.stderr)
+        return error.status
+    except BrokenPipeError:
+        # The reader has gone (`mpdist config ... | head`). Python would complain once more when it closes stdout.
+        import os
+
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

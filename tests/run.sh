@@ -1,0 +1,31 @@
+#!/bin/sh
+# Every check there is: style, types, tests. Makes .venv if needed. Arguments go to pytest: sh tests/run.sh -k config
+set -eu
+cd "$(dirname "$0")/.."
+
+if [ ! -x .venv/bin/python ]; then
+    python=""
+    for candidate in python3 python3.14 python3.13 python3.12 python3.11; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            python=$candidate
+            break
+        fi
+    done
+    if [ -z "$python" ]; then
+        echo "mpdist needs Python 3.11 or newer, and none of python3, python3.14 ... python3.11 is" >&2
+        exit 4
+    fi
+    "$python" -m venv .venv
+fi
+
+# Install again only where what is asked for has changed.
+wanted=$(cat pyproject.toml constraints.txt | cksum)
+if [ "$(cat .venv/tests-installed 2>/dev/null)" != "$wanted" ]; then
+    .venv/bin/python -m pip install --quiet -e '.[test]' -c constraints.txt
+    echo "$wanted" >.venv/tests-installed
+fi
+
+.venv/bin/python -m ruff check
+.venv/bin/python -m ruff format --check
+.venv/bin/python -m mypy
+exec .venv/bin/python -m pytest "$@"

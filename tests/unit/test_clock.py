@@ -44,7 +44,9 @@ def test_a_section_inside_another_pauses_it() -> None:
         hands.pass_(2)
     hands.pass_(0.5)
     table = clock.table()
-    assert table["train"] == 3 and table["data"] == 0.25 and table["compile"] == 5
+    assert table["train"] == 3
+    assert table["data"] == 0.25
+    assert table["compile"] == 5
     assert table["start"] == 3.5, "time in no section is start-up's"
 
 
@@ -61,11 +63,18 @@ def test_the_open_section_counts_up_to_now() -> None:
 def test_an_exception_closes_its_sections() -> None:
     hands = Hands()
     clock = hands.clock()
-    with pytest.raises(RuntimeError), clock("train"), clock("eval"):
-        hands.pass_(1)
-        raise RuntimeError
+
+    def fail() -> None:
+        with clock("train"), clock("eval"):
+            hands.pass_(1)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
     hands.pass_(7)
-    assert clock.table()["eval"] == 1 and clock.table()["train"] == 0 and clock.table()["start"] == 7
+    assert clock.table()["eval"] == 1
+    assert clock.table()["train"] == 0
+    assert clock.table()["start"] == 7
 
 
 @pytest.mark.parametrize("label", ["lost", "gap", "training", ""])
@@ -110,8 +119,12 @@ def test_a_stop_and_resume_without_lost_work() -> None:
     second.resume(checkpoint, last, last_unix, alive_unix=last_unix + 0.25, superseded=False)
     spend(hands, second, train=5)
     table = second.table()
-    assert table["train"] == 15 and table["load"] == 6 and table["save"] == 1.5
-    assert table["lost"] == 0 and table["gap"] == pytest.approx(99.75) and table["start"] == pytest.approx(0.25)
+    assert table["train"] == 15
+    assert table["load"] == 6
+    assert table["save"] == 1.5
+    assert table["lost"] == 0
+    assert table["gap"] == pytest.approx(99.75)
+    assert table["start"] == pytest.approx(0.25)
     assert sum(table.values()) == pytest.approx(hands.unix - 1000.0)
     assert second.metrics()["time/total_s"] == pytest.approx(hands.unix - 1000.0 - 99.75)
     assert second.seconds("train", session=True) == 5
@@ -131,8 +144,10 @@ def test_a_kill_moves_superseded_work_to_lost() -> None:
     second.resume(checkpoint, last, last_unix, alive)
     spend(hands, second, train=6)
     table = second.table()
-    assert table["train"] == 16 and table["eval"] == 0
-    assert table["lost"] == 11 and table["gap"] == 50
+    assert table["train"] == 16
+    assert table["eval"] == 0
+    assert table["lost"] == 11
+    assert table["gap"] == 50
     assert sum(table.values()) == pytest.approx(hands.unix - 1000.0)
     assert second.metrics() == {"time/train_s": 16, "time/total_s": pytest.approx(28), "time/lost_s": 11}
 
@@ -152,7 +167,9 @@ def test_two_kills_before_any_checkpoint() -> None:
     third.resume(None, record, at)
     spend(hands, third, train=1)
     table = third.table()
-    assert table["lost"] == 12 and table["gap"] == 30 and table["train"] == 1
+    assert table["lost"] == 12
+    assert table["gap"] == 30
+    assert table["train"] == 1
     assert sum(table.values()) == pytest.approx(hands.unix - 1000.0)
 
 
@@ -168,7 +185,8 @@ def test_a_kill_after_lost_work_adds_up() -> None:
     spend(hands, second, train=2)
     third = hands.clock()
     third.resume(checkpoint, second.table(), hands.unix)
-    assert third.table()["lost"] == 5 and third.table()["train"] == 10
+    assert third.table()["lost"] == 5
+    assert third.table()["train"] == 10
     assert sum(third.table().values()) == pytest.approx(hands.unix - 1000.0)
 
 
@@ -196,7 +214,9 @@ def test_c106_a_session_rate_counts_this_session_alone() -> None:
         spend(hands, second, train=2)
     rate.mark(windows=5, tokens=5 * 100)
     session = rate.session()
-    assert session is not None and session.tokens == 500 and session.seconds == 10
+    assert session is not None
+    assert session.tokens == 500
+    assert session.seconds == 10
     assert session.tokens_per_s == 50
     assert second.metrics()["time/train_s"] == 15, "totals are kept apart"
 
@@ -211,7 +231,8 @@ def test_c109_warm_up_is_left_out_of_the_rate() -> None:
             if rate.wants(window) or window % 5 == 0:
                 rate.mark(window, window * 100)
         session = rate.session()
-        assert session is not None and session.tokens_per_s is not None
+        assert session is not None
+        assert session.tokens_per_s is not None
         return session.tokens_per_s
 
     assert measure(warmup=2, slow=2) == pytest.approx(measure(warmup=2, slow=0))
@@ -223,11 +244,14 @@ def test_a_rate_needs_a_span() -> None:
     clock = hands.clock()
     rate = Rate(clock, warmup=2)
     assert rate.session() is None
-    assert rate.mark(1, 10) is None and rate.session() is None
-    assert rate.mark(2, 20) is None and rate.session() is None
+    assert rate.mark(1, 10) is None
+    assert rate.session() is None
+    assert rate.mark(2, 20) is None
+    assert rate.session() is None
     spend(hands, clock, train=4)
     span = rate.mark(4, 60)
-    assert span is not None and (span.windows, span.tokens, span.step_s, span.tokens_per_s) == (2, 40, 2, 10)
+    assert span is not None
+    assert (span.windows, span.tokens, span.step_s, span.tokens_per_s) == (2, 40, 2, 10)
     assert rate.mark(4, 60) is None, "the same moment twice is no span"
 
 
@@ -246,4 +270,6 @@ def test_c110_evaluation_saving_and_data_are_not_training_time() -> None:
 
     slow, fast = run(2.0), run(0.0)
     assert slow["train"] == fast["train"] == 4
-    assert slow["eval"] == 4 and slow["save"] == 4 and slow["data"] == 8
+    assert slow["eval"] == 4
+    assert slow["save"] == 4
+    assert slow["data"] == 8

@@ -104,9 +104,9 @@ class Arch:
         return self.kv_heads * self.head_dim
 
     def split(self, freeze: Iterable[str]) -> tuple[list[Param], list[Param]]:
-        """(trainable, frozen) parameters under name patterns."""
+        """(trainable, frozen) parameters; a shell pattern has to match a parameter's whole name to freeze it."""
         patterns = list(freeze)
-        frozen = [p for p in self.params if name_matches(p.name, patterns)]
+        frozen = [p for p in self.params if any(fnmatchcase(p.name, pattern) for pattern in patterns)]
         held = {p.name for p in frozen}
         return [p for p in self.params if p.name not in held], frozen
 
@@ -119,12 +119,9 @@ class Unknown:
     missing: bool = False
 
 
-def name_matches(name: str, patterns: Iterable[str]) -> bool:
-    """True if a dotted parameter or module name, or one that holds it, matches a shell pattern.
-
-    ``model.embed_tokens`` and ``*.embed_tokens`` both match ``model.embed_tokens.weight``.
-    """
-    parts = name.split(".")
+def module_matches(parameter: str, patterns: Iterable[str]) -> bool:
+    """True if a shell pattern matches the module that owns the parameter, or a module around it."""
+    parts = parameter.split(".")[:-1]
     return any(fnmatchcase(".".join(parts[:i]), pattern) for pattern in patterns for i in range(1, len(parts) + 1))
 
 

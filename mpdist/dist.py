@@ -1,0 +1,150 @@
+"""The process group: one start with a bounded wait that names who is missing, and the groups of the mesh.
+
+Ranks are laid out as ``replica * shard_size + shard``, so a shard group is a run of neighbouring ranks and, as
+long as it is no larger than a node, lies inside one. `Mesh` holds the groups that gradients travel over; where
+a group spans several nodes it is split in two levels (inside a node, between nodes).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .errors import MachineError
+from .world import World
+
+_KEY = "mpdist/present/{}"
+
+
+def pick_device(world: World, wish: str) -> torch.device:
+    """The device of this rank. ``wish`` is auto, cpu or cuda; auto takes a GPU where there is one."""
+    if wish == "cpu" or (wish == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise MachineError("launch.device = cuda, but this machine shows no CUDA device",
+                           "torch.cuda.device_count() is 0", "set launch.device: cpu, or check the driver and CUDA_VISIBLE_DEVICES")  # fmt: skip
+    # Where the scheduler shows each rank only its own device, that device is number 0 whatever the local rank.
+    index = 0 if count == 1 and world.local_size > 1 and wish != "auto" else world.local_rank
+    if index >= count:
+        raise MachineError(f"local rank {world.local_rank} has no device: this node shows {count}",
+                           "there are more ranks on the node than devices", "lower launch.ranks")  # fmt: skip
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def start(world: World, device: torch.device, timeout: timedelta) -> None:
+    """Collective. Joins the process group; a rank that does not come within ``timeout`` is named (MachineError)."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if world.size == 1 and "MASTER_ADDR" not in os.environ:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    store = _store(world, timeout)
+    store.set(_KEY.format(world.rank), "1")
+    deadline = time.monotonic() + timeout.total_seconds()
+    missing = list(range(world.size))
+    while missing:
+        missing = [rank for rank in missing if not store.check([_KEY.format(rank)])]
+        if missing and time.monotonic() > deadline:
+            names = ", ".join(str(rank) for rank in missing)
+            raise MachineError(f"rank {names} missing: {len(missing)} of {world.size} ranks did not start",
+                               f"launch.timeout = {timeout.total_seconds():g} s is over",
+                               "look at the log of the missing rank's node, or raise launch.timeout")  # fmt: skip
+        if missing:
+            time.sleep(0.02)
+    dist.init_process_group(
+        backend, store=dist.PrefixStore("mpdist", store), rank=world.rank, world_size=world.size, timeout=timeout
+    )
+
+
+def _store(world: World, timeout: timedelta) -> dist.Store:
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    hosted_elsewhere = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        return dist.TCPStore(
+            address, port, None, world.rank == 0 and not hosted_elsewhere, timeout=timeout, wait_for_workers=False
+        )
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        raise MachineError(f"rank {world.rank} cannot reach the meeting point {address}:{port}",
+                           str(error).splitlines()[0], "check MASTER_ADDR, MASTER_PORT and that rank 0 has started")  # fmt: skip
+
+
+def stop() -> None:
+    if dist.is_initialized():
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Level:
+    """A group over which gradients are added, and whether it crosses nodes."""
+
+    group: dist.ProcessGroup
+    size: int
+    crosses_nodes: bool
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's place: `shard_mesh` for the sharding engine, and the levels of each reduction.
+
+    scatter: the shard group, as one level or as (inside a node, between nodes); empty when nothing is sharded.
+    replicas: the ranks that hold the same shard, likewise.
+    """
+
+    shard_mesh: DeviceMesh | None
+    scatter: tuple[Level, ...]
+    replicas: tuple[Level, ...]
+    shard_size: int
+    replica_size: int
+    shard_index: int
+
+
+def build_mesh(device_type: str, shard_size: int, local_size: int, with_device_mesh: bool = True) -> Mesh:
+    """Collective. Cuts the world of W ranks into W / shard_size replicas of shard_size ranks each.
+
+    local_size: ranks of one node; groups that span nodes get two levels.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    replica_size = world // shard_size
+    first = rank - rank % shard_size
+    scatter = _levels(list(range(first, first + shard_size)), local_size)
+    replicas = _levels(list(range(rank % shard_size, world, shard_size)), local_size)
+    mesh = None
+    if with_device_mesh:
+        names = ("replica", "shard")
+        mesh = init_device_mesh(device_type, (replica_size, shard_size), mesh_dim_names=names)["shard"]
+    return Mesh(mesh, scatter, replicas, shard_size, replica_size, rank % shard_size)
+
+
+def _levels(ranks: list[int], local_size: int) -> tuple[Level, ...]:
+    """Collective. The levels of the group `ranks` as seen by this rank; all ranks must call in the same order."""
+    nodes = sorted({rank // local_size for rank in ranks})
+    per_node = [[rank for rank in ranks if rank // local_size == node] for node in nodes]
+    if len(nodes) > 1 and len(per_node[0]) > 1:
+        inner, outer = per_node, [list(column) for column in zip(*per_node, strict=True)]
+    else:
+        inner, outer = ([ranks], []) if len(nodes) == 1 else ([], [ranks])
+    levels = []
+    for groups, crosses in ((inner, False), (outer, True)):
+        mine = _my_group(groups)
+        if mine is not None and len(mine[1]) > 1:
+            levels.append(Level(mine[0], len(mine[1]), crosses))
+    return tuple(levels)
+
+
+def _my_group(groups: list[list[int]]) -> tuple[dist.ProcessGroup, list[int]] | None:
+    """Collective. Of the groups known to this rank, the one it is in; built without the other ranks' help."""
+    rank = dist.get_rank()
+    for ranks in groups:
+        if rank in ranks and len(ranks) > 1:
+            # Only members create the group, so ranks in different shard groups need not know each other's lists.
+            return dist.new_group(ranks, use_local_synchronization=True), ranks
+    return None

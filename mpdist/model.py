@@ -1,0 +1,345 @@
+"""A Hugging Face causal LM: built on the meta device, made ready for training, filled from its files.
+
+Weights never exist as a whole in FP32 on every rank: each rank reads the rows it holds straight from the safetensors
+files. Where a model's files need transformers' own conversion (other names, fused experts, pickled .bin files), or
+where it starts from random weights, rank 0 alone builds it and sends one tensor after another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .errors import CheckpointError, UsageError
+from .loss import head_loss, logits_loss
+from .shard import Read
+
+# Set by models that change their logits after the head; such models keep their own forward (loss.logits_loss).
+_AFTER_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from. path: a folder or a hub id; or config: values for a random start, drawn from seed."""
+
+    path: str | None
+    config: dict[str, Any] | None
+    seed: int
+    revision: str | None = None
+    trust_remote_code: bool = False
+
+
+def read_config(source: Source) -> Any:
+    """The transformers configuration of the source, with a `dtype` that says how the source stores its weights."""
+    from transformers import AutoConfig
+
+    if source.config is not None:
+        values = dict(source.config)
+        kind = values.pop("model_type", None)
+        if kind is None:
+            raise UsageError("model.config has no model_type", "transformers needs it to know the architecture",
+                             "add model_type, for example llama")  # fmt: skip
+        try:
+            return AutoConfig.for_model(kind, **values)
+        except (ValueError, TypeError, KeyError) as error:
+            raise UsageError(f"model.config: transformers refuses it: {_first(error)}", "", "correct the values") from error
+    assert source.path is not None
+    folder = Path(source.path)
+    if folder.suffix == ".gguf" or (folder.is_dir() and not (folder / "config.json").exists()):
+        raise UsageError(f"model.path = {source.path}", "the folder holds no config.json (a GGUF file is not one either)",
+                         "give a Hugging Face model folder; load GGUF in transformers once and save it")  # fmt: skip
+    try:
+        return AutoConfig.from_pretrained(
+            source.path, revision=source.revision, trust_remote_code=source.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise UsageError(f"model.path = {source.path} cannot be read: {_first(error)}", "",
+                         "check the path or hub id; without a network fetch it first with mpdist prepare") from error  # fmt: skip
+
+
+def _first(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def build(config: Any, attention: str, trust_remote_code: bool = False) -> nn.Module:
+    """The model in FP32 with parameters on the meta device and buffers as they should be (FP32, on the CPU)."""
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    options = {} if attention == "auto" else {"attn_implementation": attention}
+    try:
+        with init_empty_weights(include_buffers=False), _quiet():
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, trust_remote_code=trust_remote_code, **options
+            )
+    except (ImportError, ValueError) as error:
+        raise UsageError(f"the model cannot be built: {_first(error)}", f"model.attention = {attention}",
+                         "choose another model.attention or install what it needs") from error  # fmt: skip
+    model.config.use_cache = False  # a cache in training costs memory and switches packing off without a word
+    model.train()
+    return model  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def freeze(model: nn.Module, patterns: list[str]) -> None:
+    """Parameters whose name matches a pattern (shell wildcards) do not train."""
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in patterns:
+        if not any(fnmatch(name, pattern) for name in names):
+            raise UsageError(f"model.freeze: {pattern} matches no parameter", f"names are like {names[0]}",
+                             "use shell wildcards, for example model.embed_tokens.* or *.layers.[01].*")  # fmt: skip
+    for name, param in model.named_parameters():
+        param.requires_grad = not any(fnmatch(name, pattern) for pattern in patterns)
+    if not any(param.requires_grad for param in model.parameters()):
+        raise UsageError("model.freeze leaves nothing to train", "every parameter matches a pattern", "freeze fewer")
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated layers: the longest module list whose members are not themselves inside one of its members."""
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 0]
+    if not lists:
+        return []
+    # Of equally long lists (experts inside layers) the one found first is the outer one.
+    return list(max(lists, key=lambda found: sum(1 for _ in found.parameters())))
+
+
+def checkpoint_blocks(blocks: list[nn.Module], mode: str) -> None:
+    """Activation checkpointing, never reentrant. mode: none, full, selective, or `every N`."""
+    from torch.utils.checkpoint import checkpoint
+
+    if mode == "none":
+        return
+    step = int(mode.split()[1]) if mode.startswith("every") else 1
+    context = {"context_fn": _save_products} if mode == "selective" else {}
+    for block in blocks[::step]:
+        block.forward = functools.partial(  # type: ignore[method-assign]
+            checkpoint, block.forward, use_reentrant=False, preserve_rng_state=True, **context
+        )
+
+
+def _save_products() -> Any:
+    """Selective checkpointing: keep attention and every second matrix product, recompute the rest."""
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    products = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
+    attention = {
+        getattr(torch.ops.aten, name).default
+        for name in (
+            "_scaled_dot_product_flash_attention",
+            "_scaled_dot_product_efficient_attention",
+            "_scaled_dot_product_cudnn_attention",
+            "_scaled_dot_product_flash_attention_for_cpu",
+        )
+        if hasattr(torch.ops.aten, name)
+    }
+    seen = {False: 0, True: 0}
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op in attention:
+            return CheckpointPolicy.MUST_SAVE
+        if op in products:
+            seen[ctx.is_recompute] += 1
+            if seen[ctx.is_recompute] % 2 == 1:
+                return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def compile_blocks(blocks: list[nn.Module]) -> None:
+    """Each block compiled by itself, after checkpointing and before it is sharded."""
+    for block in blocks:
+        block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
+
+
+# -- forward with a loss ----------------------------------------------------------------------------------------------
+
+
+def give_loss(model: nn.Module, rows: int | Callable[[int], int]) -> str:
+    """Replaces the model's forward by one that returns (objective, loss, auxiliary loss or None); says which way it went.
+
+    The new forward takes input_ids [B, T], position_ids [B, T], index [N], targets [N] and factor (see loss.head_loss).
+    rows: positions a chunk, or a function of the vocabulary that gives them.
+    """
+    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config  # type: ignore[union-attr, operator]
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
+    base = getattr(model, model.base_model_prefix, None) if hasattr(model, "base_model_prefix") else None  # type: ignore[arg-type]
+    experts = bool(getattr(config, "output_router_logits", False)) and _coefficient(config) > 0
+    plain_head = isinstance(head, nn.Linear) and isinstance(base, nn.Module)
+    changed = [key for key in _AFTER_HEAD if getattr(config, key, None) not in (None, 1, 1.0)]
+    whole = functools.partial(type(model).forward, model)
+    if plain_head and not changed and not experts:
+
+        def forward(self: Any, input_ids: Tensor, position_ids: Tensor, index: Tensor, targets: Tensor, factor: Tensor) -> Any:  # fmt: skip
+            hidden = base(input_ids=input_ids, position_ids=position_ids, use_cache=False)[0]  # type: ignore[misc]
+            return *head_loss(hidden, head.weight, head.bias, index, targets, factor, rows), None  # type: ignore[union-attr, arg-type]
+
+        way = "chunked head"
+    else:
+
+        def forward(self: Any, input_ids: Tensor, position_ids: Tensor, index: Tensor, targets: Tensor, factor: Tensor) -> Any:  # fmt: skip
+            extra = {"output_router_logits": True} if experts else {}
+            out = whole(input_ids=input_ids, position_ids=position_ids, use_cache=False, **extra)
+            auxiliary = _coefficient(config) * out.aux_loss if experts else None
+            return *logits_loss(out.logits, index, targets, factor, rows), auxiliary  # type: ignore[arg-type]
+
+        why = "router loss" if experts else ", ".join(changed) or "no plain output layer"
+        way = f"whole logits in the compute dtype ({why})"
+    model.forward = types.MethodType(forward, model)
+    return way
+
+
+def _coefficient(config: Any) -> float:
+    return float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0)
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------
+
+
+def tied_names(model: nn.Module) -> set[str]:
+    """Names that are second names of a parameter that stands under its first name already."""
+    first = {id(p): name for name, p in model.named_parameters()}
+    return {name for name, p in model.named_parameters(remove_duplicate=False) if first[id(p)] != name}
+
+
+def open_weights(source: Source, config: Any, model: nn.Module, device: torch.device) -> tuple[Read, str, list[str]]:
+    """(read, how, names that the source lacks). Collective where rank 0 builds the model (see the module's docstring)."""
+    wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    if source.path is not None:
+        files = _safetensors(source)
+        if files is not None and _fits(files, wanted, model):
+            return _slices(files), "each rank reads its rows", []
+    whole = None
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        whole = _build_whole(source, config)
+    return _from_rank_zero(whole, wanted, device), "rank 0 reads and sends", []
+
+
+def _safetensors(source: Source) -> dict[str, Path] | None:
+    """Tensor name -> file, or None where there is no local folder of safetensors."""
+    assert source.path is not None
+    folder = Path(source.path)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+        try:
+            folder = Path(snapshot_download(source.path, revision=source.revision, local_files_only=True))
+        except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError):
+            return None
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        names = json.loads(index.read_text())["weight_map"]
+        return {name: folder / file for name, file in names.items()}
+    single = folder / "model.safetensors"
+    if not single.exists():
+        return None
+    from safetensors import safe_open
+
+    with safe_open(single, framework="pt") as opened:
+        return dict.fromkeys(opened.keys(), single)
+
+
+def _fits(files: dict[str, Path], wanted: dict[str, tuple[int, ...]], model: nn.Module) -> bool:
+    """Whether the files hold exactly the model's own parameters, under the same names and shapes."""
+    from safetensors import safe_open
+
+    allowed = set(wanted) | tied_names(model) | {name for name, _ in model.named_buffers()}
+    if not set(wanted) <= set(files) or not set(files) <= allowed:
+        return False
+    by_file: dict[Path, list[str]] = {}
+    for name in wanted:
+        by_file.setdefault(files[name], []).append(name)
+    for path, names in by_file.items():
+        with safe_open(path, framework="pt") as opened:
+            if any(tuple(opened.get_slice(name).get_shape()) != wanted[name] for name in names):
+                return False
+    return True
+
+
+def _slices(files: dict[str, Path]) -> Read:
+    from safetensors import safe_open
+
+    opened: dict[Path, Any] = {}
+
+    def read(name: str, start: int, stop: int) -> Tensor:
+        path = files[name]
+        if path not in opened:
+            opened.clear()  # one open map at a time; names come nearly in file order
+            opened[path] = safe_open(path, framework="pt").__enter__()
+        rows = opened[path].get_slice(name)
+        return rows[start:stop] if rows.get_shape() else opened[path].get_tensor(name)  # type: ignore[no-any-return]
+
+    return read
+
+
+def _build_whole(source: Source, config: Any) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    if source.path is None:
+        torch.manual_seed(source.seed)
+        with _quiet():
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-any-return]
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            source.path, dtype="auto", revision=source.revision, trust_remote_code=source.trust_remote_code,
+            output_loading_info=True,
+        )  # fmt: skip
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"model.path = {source.path}: {_first(error)}", "transformers cannot load the weights",
+                              "check that the folder is whole") from error  # fmt: skip
+    lacking = sorted(info["missing_keys"])
+    if lacking or info["mismatched_keys"]:
+        raise CheckpointError(
+            f"model.path = {source.path} lacks {len(lacking)} tensors, the first {(lacking or ['-'])[0]};"
+            f" {len(info['mismatched_keys'])} have another shape",
+            "the model would train from random numbers in their place",
+            "use a checkpoint of this architecture",
+        )
+    return model  # type: ignore[no-any-return]
+
+
+def _from_rank_zero(whole: nn.Module | None, wanted: dict[str, tuple[int, ...]], device: torch.device) -> Read:
+    """Collective reads, one tensor after another; a digest of names, shapes and dtypes is compared first."""
+    held = dict(whole.named_parameters()) if whole is not None else {}
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return lambda name, start, stop: held[name].detach()[start:stop] if held[name].dim() else held[name].detach()
+    listing: list[Any] = [[(n, tuple(p.shape), str(p.dtype)) for n, p in held.items()]]
+    dist.broadcast_object_list(listing, src=0, device=device)
+    dtypes = {name: getattr(torch, dtype.removeprefix("torch.")) for name, _, dtype in listing[0]}
+    shapes = {name: shape for name, shape, _ in listing[0]}
+    if shapes != wanted:
+        odd = sorted(set(shapes.items()) ^ set(wanted.items()))[0]
+        raise CheckpointError(f"rank 0 built another model: {odd[0]} {list(odd[1])} differs", "the ranks see different files",
+                              "make the same model folder visible to all ranks")  # fmt: skip
+
+    def read(name: str, start: int, stop: int) -> Tensor:
+        full = torch.empty(wanted[name], dtype=dtypes[name], device=device)
+        if whole is not None:
+            full.copy_(held[name].detach())
+        dist.broadcast(full, src=0)
+        return full[start:stop] if full.dim() else full
+
+    return read

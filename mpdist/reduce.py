@@ -1,0 +1,185 @@
+"""Gradients over the wire: what dtype travels, in what dtype it is added up, and how many bytes went where.
+
+With ``sum: fp32`` every rank receives its peers' addends in the wire dtype and adds them in FP32, in rank order,
+so the rounding is that of one cast per addend and does not grow with the number of ranks. With ``sum: wire`` the
+addition itself is done in the wire dtype (by NCCL where it can, else by us in rank order). Nothing is averaged:
+the loss carries the whole normalisation.
+
+A gradient that is sharded travels by reduce-scatter: an all-to-all of addends, then the local sum. One that is
+replicated travels by all-reduce: between two ranks the addends themselves are exchanged; among more, a
+reduce-scatter, then a gather of the sums in the wire dtype. Where the group spans nodes there are two levels:
+first inside a node, then between nodes, with an FP32 sum at each, so that between nodes one node sends no more
+than a ring would.
+
+Payload is what this rank hands to a collective, its own part included; `Bytes` counts it by level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from .dist import Level, Mesh
+
+# torch 2.13 renamed the call and warns about the old name.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass
+class Bytes:
+    """Payload bytes that this rank handed to gradient collectives since the last `take`."""
+
+    within: int = 0
+    between: int = 0
+
+    def add(self, tensor: torch.Tensor, level: Level) -> None:
+        count = tensor.numel() * tensor.element_size()
+        if level.crosses_nodes:
+            self.between += count
+        else:
+            self.within += count
+
+    def take(self) -> tuple[int, int]:
+        counts = self.within, self.between
+        self.within = self.between = 0
+        return counts
+
+
+class Wire:
+    """Adds gradients over the levels of a mesh.
+
+    wire: dtype handed to the collectives. sum_fp32: add in FP32 after the wire, else in the wire dtype.
+    """
+
+    def __init__(self, mesh: Mesh, wire: torch.dtype, sum_fp32: bool) -> None:
+        self.mesh, self.wire, self.sum_fp32 = mesh, wire, sum_fp32
+        self.bytes = Bytes()
+        self.poisoned = False  # drill: the next addend of this rank gets +inf in one element
+        # An FP32 wire is summed in FP32 by NCCL as well, without our buffers.
+        self._by_backend = dist.get_backend() == "nccl" and (wire == torch.float32 or not sum_fp32)
+
+    # -- sharded gradients ------------------------------------------------------------------------------------
+
+    def reduce_scatter(self, out: torch.Tensor, inp: torch.Tensor) -> None:
+        """Collective over the shard group. out: [n] FP32, this rank's chunk of the sum; inp: [shard_size * n]."""
+        self._drill(inp)
+        levels = self.mesh.scatter
+        if not levels:
+            out.copy_(inp)
+        elif len(levels) == 1:
+            self._exchange(out, inp, levels[0])
+        else:
+            inner, outer = levels
+            chunk = inp.numel() // (inner.size * outer.size)
+            # Chunk (node, local) of the input belongs to that rank. Sorted by local rank first, one exchange inside
+            # the node leaves each rank with the node's sum of the chunks of its peers on all nodes.
+            by_local = inp.view(outer.size, inner.size, chunk).transpose(0, 1).reshape(-1)
+            node_sum = torch.empty(outer.size * chunk, dtype=torch.float32, device=inp.device)
+            self._exchange(node_sum, by_local, inner)
+            self._exchange(out, node_sum, outer)
+
+    def add_replicas(self, tensor: torch.Tensor) -> None:
+        """Collective over the replica group. tensor: FP32, replaced by the sum, the same bits on every replica."""
+        self._all_reduce(tensor, self.mesh.replicas)()
+
+    def start_add_replicas(self, tensor: torch.Tensor) -> Callable[[], None]:
+        """As `add_replicas`, but returns once the first exchange has started; the caller calls the result to wait."""
+        return self._all_reduce(tensor, self.mesh.replicas)
+
+    def _drill(self, addend: torch.Tensor) -> None:
+        if self.poisoned:
+            self.poisoned = False
+            addend.view(-1)[0] = float("inf")
+
+    # -- the two moves ----------------------------------------------------------------------------------------
+
+    def _exchange(self, out: torch.Tensor, inp: torch.Tensor, level: Level) -> None:
+        """Reduce-scatter over one level. out: [n] FP32; inp: [size * n], any floating dtype."""
+        sent = inp.to(self.wire)
+        self.bytes.add(sent, level)
+        if self._by_backend:
+            received = out if out.dtype == self.wire else torch.empty(out.shape, dtype=self.wire, device=out.device)
+            _scatter(received, sent, op=dist.ReduceOp.SUM, group=level.group)
+            if received is not out:
+                out.copy_(received)
+            return
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=level.group)
+        self._sum(out, received.view(level.size, -1))
+
+    def _sum(self, out: torch.Tensor, addends: torch.Tensor) -> None:
+        """out: [n] FP32 = sum over addends [ranks, n] in rank order, in FP32 or in the wire dtype."""
+        total = out if self.sum_fp32 or self.wire == torch.float32 else addends[0].clone()
+        if total is out:
+            out.copy_(addends[0])
+        for addend in addends[1:]:
+            total.add_(addend)
+        if total is not out:
+            out.copy_(total)
+
+    def _all_reduce(self, tensor: torch.Tensor, levels: tuple[Level, ...]) -> Callable[[], None]:
+        self._drill(tensor)
+        if not levels:
+            return _done
+        if len(levels) == 2:
+            return self._two_level_all_reduce(tensor, levels)
+        level = levels[0]
+        if self._by_backend:
+            sent = tensor.to(self.wire)
+            self.bytes.add(sent, level)
+            work = dist.all_reduce(sent, group=level.group, async_op=True)
+            return lambda: _finish(work, tensor, sent)
+        if level.size == 2:
+            return self._swap(tensor, level)
+        part = _padded(tensor, level.size)
+        mine = torch.empty(part.numel() // level.size, dtype=torch.float32, device=tensor.device)
+        self._exchange(mine, part, level)
+        return self._gather_back(tensor, mine, level)
+
+    def _swap(self, tensor: torch.Tensor, level: Level) -> Callable[[], None]:
+        """Between two ranks the addends cost no more than a reduce-scatter and a gather, and round only once."""
+        sent = tensor.reshape(-1).to(self.wire)
+        self.bytes.add(sent, level)
+        received = torch.empty(level.size * sent.numel(), dtype=self.wire, device=tensor.device)
+        work = _gather(received, sent, group=level.group, async_op=True)
+
+        def wait(sent: torch.Tensor = sent) -> None:  # holds the sent buffer until it has left
+            work.wait()
+            self._sum(tensor.view(-1), received.view(level.size, -1))
+
+        return wait
+
+    def _two_level_all_reduce(self, tensor: torch.Tensor, levels: tuple[Level, ...]) -> Callable[[], None]:
+        inner, outer = levels
+        part = _padded(tensor, inner.size)
+        mine = torch.empty(part.numel() // inner.size, dtype=torch.float32, device=tensor.device)
+        self._exchange(mine, part, inner)
+        self._all_reduce(mine, (outer,))()
+        return self._gather_back(tensor, mine, inner)
+
+    def _gather_back(self, tensor: torch.Tensor, mine: torch.Tensor, level: Level) -> Callable[[], None]:
+        sent = mine.to(self.wire)
+        self.bytes.add(sent, level)
+        received = torch.empty(level.size * sent.numel(), dtype=self.wire, device=tensor.device)
+        work = _gather(received, sent, group=level.group, async_op=True)
+        return lambda: _finish(work, tensor, received[: tensor.numel()])
+
+
+def _finish(work: dist.Work, tensor: torch.Tensor, result: torch.Tensor) -> None:
+    work.wait()
+    tensor.view(-1).copy_(result.view(-1))
+
+
+def _done() -> None:
+    return None
+
+
+def _padded(tensor: torch.Tensor, parts: int) -> torch.Tensor:
+    """The tensor, flat, with zeros behind it so that `parts` divides it."""
+    flat = tensor.reshape(-1)
+    short = -flat.numel() % parts
+    return torch.nn.functional.pad(flat, (0, short)) if short else flat

@@ -1,0 +1,68 @@
+"""What replicates or shards the model: one small protocol, one module for each engine.
+
+An engine turns a model on the meta device into one that computes in the policy's dtypes and whose FP32 masters
+lie on the ranks as the engine says. The window, the verdict, the clip, the optimizer, the ledger and checkpoints
+see masters and gradients as plain local tensors (`Part`) and so are the same for every engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Part:
+    """What this rank holds of one parameter: rows [start, start + len(tensor)) of the first dimension.
+
+    name: as in the plain model. tensor: local master (or frozen working copy), shape [rows, *shape[1:]].
+    shape: of the full parameter. For a replicated parameter start is 0 and tensor is all of it.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    start: int
+    trainable: bool
+
+
+# read(name, start, stop) -> rows of the parameter or persistent buffer, CPU, any floating dtype. Collective where the
+# source is rank 0's, so all ranks ask for the same names in the same order (rows may differ).
+Read = Callable[[str, int, int], torch.Tensor]
+
+
+class Engine(Protocol):
+    """parts: every parameter once, in the plain model's order. module: what runs forward."""
+
+    module: nn.Module
+    parts: list[Part]
+    replicas: int  # how many ranks hold the same bits of each master
+
+    def load(self, read: Read) -> None:
+        """Collective. Fills masters, working copies and persistent buffers from the source."""
+
+    def micro(self, first: bool, last: bool) -> None:
+        """Called before each micro-batch of a window; says whether it is the window's first or last one."""
+
+    def after_backward(self, last: bool) -> None:
+        """Called after each backward; after the last one all gradients are summed over ranks (collective)."""
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The summed gradient of each trainable part, in the order of `parts`, shaped like its tensor."""
+
+    def clear(self) -> None:
+        """Forgets all gradients of the window."""
+
+    def poison(self) -> None:
+        """Drill: this rank's next gradient gets +inf in one element, before any reduction."""
+
+    def refresh(self) -> None:
+        """After the optimizer moved the masters: brings the working copies up to date."""
+
+    def dtensor(self, part: Part, local: torch.Tensor) -> Any:
+        """`local`, laid out as the part, in the form that torch.distributed.checkpoint saves and loads."""
+

@@ -1,0 +1,92 @@
+"""Runs a function on several gloo ranks, in processes forked from one that has the imports done.
+
+`run(function, ranks, *args)` calls function(rank, *args) inside a started process group on each rank and returns the
+results in rank order. A rank that raises fails the call with that rank's traceback; a hang is killed by the watchdog.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import wait
+from typing import Any
+
+_PRELOAD = [
+    "torch",
+    "torch.distributed.checkpoint",
+    "transformers.models.llama.modeling_llama",
+    "accelerate",
+    "mpdist.shard.fsdp2",
+    "mpdist.shard.ddp",
+    "mpdist.model",
+    "mpdist.optim",
+]
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(_PRELOAD)
+
+
+def run(function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(ranks):
+            ours, theirs = _context.Pipe(duplex=False)
+            process = _context.Process(
+                target=_main, args=(function, rank, ranks, f"{folder}/store", theirs, timeout, args, kwargs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            pipes.append(ours)
+            processes.append(process)
+        try:
+            return _collect(pipes, processes, timeout)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _collect(pipes: list[Any], processes: list[Any], timeout: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    while len(results) < len(pipes):
+        ready = wait([p for i, p in enumerate(pipes) if i not in results], timeout=timeout)
+        if not ready:
+            raise AssertionError(f"ranks {sorted(set(range(len(pipes))) - set(results))} hung for {timeout} s")
+        for pipe in ready:
+            rank = pipes.index(pipe)
+            try:
+                good, value = pipe.recv()
+            except EOFError:
+                processes[rank].join()
+                raise AssertionError(f"rank {rank} died with status {processes[rank].exitcode}") from None
+            if not good:
+                raise AssertionError(f"rank {rank} failed:\n{value}")
+            results[rank] = pickle.loads(value)
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _main(
+    function: Callable[..., Any], rank: int, ranks: int, store: str, pipe: Any, timeout: float, args: Any, kwargs: Any
+) -> None:
+    faulthandler.dump_traceback_later(timeout * 0.9)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout)
+        )
+        value = function(rank, *args, **kwargs)
+        dist.barrier()
+        # Plain pickle: tensors sent the multiprocessing way live in memory that ends with this process.
+        pipe.send((True, pickle.dumps(value)))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+    os._exit(0)  # the group's threads must not delay the end

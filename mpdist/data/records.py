@@ -32,6 +32,7 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "messages": ("messages",),
 }
 OPTIONAL: dict[str, tuple[str, ...]] = {"messages": ("tools",)}
+IN_MESSAGE = ("role", "content")
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 FILE_SUFFIXES = (*JSON_SUFFIXES, ".parquet", ".txt")
 
@@ -82,6 +83,7 @@ def locate(source: Source) -> Located:
     if source.format not in FORMATS:
         raise UsageError(f"format = {source.format!r} of {source.path}", f"formats are {', '.join(FORMATS)}")
     known = FORMATS[source.format] + OPTIONAL.get(source.format, ())
+    known += IN_MESSAGE if source.format == "messages" else ()
     for name in source.fields:
         if name not in known:
             raise UsageError(
@@ -121,12 +123,13 @@ def read(located: Located, skip: int = 0) -> Iterator[Record]:
     source = located.source
     names = {name: source.fields.get(name, name) for name in FORMATS[source.format]}
     maybe = {name: source.fields.get(name, name) for name in OPTIONAL.get(source.format, ())}
+    inner = {source.fields[name]: name for name in IN_MESSAGE if name in source.fields}
     if located.files:
         rows = chain.from_iterable(_read_file(file, names, maybe) for file in located.files)
     else:
         rows = chain(_read_dataset(located, names, maybe))
     for where, number, raw in islice(rows, skip, None):
-        yield Record(where, number, _fields(_parse(raw), names, maybe))
+        yield Record(where, number, _fields(_parse(raw), names, maybe, inner))
 
 
 def _parse(raw: Any) -> Any:
@@ -141,7 +144,7 @@ def _parse(raw: Any) -> Any:
         return Bad("broken JSON", f"the line is not JSON: {error}")
 
 
-def _fields(value: Any, names: dict[str, str], maybe: dict[str, str]) -> dict[str, Any] | Bad:
+def _fields(value: Any, names: dict[str, str], maybe: dict[str, str], inner: dict[str, str]) -> dict[str, Any] | Bad:
     if isinstance(value, Bad):
         return value
     if not isinstance(value, dict):
@@ -152,6 +155,8 @@ def _fields(value: Any, names: dict[str, str], maybe: dict[str, str]) -> dict[st
             there = ", ".join(map(repr, value)) or "nothing"
             return Bad("missing field", f"the record has no {column!r}; it has {there}")
         item = value[column]
+        if inner and isinstance(item, list):
+            item = [{inner.get(k, k): v for k, v in m.items()} if isinstance(m, dict) else m for m in item]
         bad = _check_messages(item, column) if name == "messages" else _check_text(item, column)
         if bad is not None:
             return bad

@@ -60,7 +60,12 @@ def byte_tokenizer() -> Any:
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in BYTE_SPECIALS])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|endoftext|>", pad_token="<|pad|>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        eos_token="<|endoftext|>",
+        pad_token="<|pad|>",
+        extra_special_tokens=list(BYTE_SPECIALS[2:]),
+    )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
@@ -152,6 +157,8 @@ class Encoder:
         if self.end is None and format != "messages":
             say("the tokenizer has no end token: documents end without one")
         self._anchor = self._find_anchor()
+        added = tokenizer.added_tokens_decoder.values()
+        self._specials = (*tokenizer.all_special_tokens, *(str(token) for token in added if token.special))
         if format == "messages":
             self._check_template()
         elif loss_on == "assistant":
@@ -240,7 +247,7 @@ class Encoder:
                 "use loss_on: assistant with a template that has {% generation %} marks, or loss_on: all",
             )
         bare = whole.rstrip()
-        if bare.endswith(tuple(self.tokenizer.all_special_tokens)):
+        if bare.endswith(self._specials):
             whole = bare  # the line break behind an end mark is the template's, and no model gets to write it
         return before, whole[len(before) :]
 

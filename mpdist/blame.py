@@ -1,0 +1,136 @@
+"""Why a run ended badly: which rank was first, from what the ranks left behind (mpdist.watch) and torchrun's log.
+
+torchrun names the first process that it sees fail, which is wrong when a rank leaves with status 0 or hangs: its peers
+then fail with a lost connection and are blamed. Here an error that only says that a peer is gone never wins over the
+peer's own end.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from mpdist.errors import MachineError
+from mpdist.watch import Report
+
+_ENTRY = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s+exitcode\s*:\s*(-?\d+) \(pid: (\d+)\)")
+_FIRST = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)")
+_CLOSING = re.compile(r"Sending process (\d+) closing signal")
+_AGENT_LINE = re.compile(r"^(\[?[A-Z]\d{4} |W\d|E\d|\*{5}|Traceback|Root Cause|={5}|-{5})", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Agent:
+    """torchrun's account: exit codes by pid (negative: a signal), ranks by pid, and whom it told to end itself."""
+
+    codes: Mapping[int, int] = field(default_factory=dict)
+    ranks: Mapping[int, int] = field(default_factory=dict)
+    closed: frozenset[int] = frozenset()
+    complete: bool = False  # its table is there: a pid that is missing from it ended with status 0
+
+    @classmethod
+    def read(cls, log: str) -> Agent:
+        entries = [(int(pid), int(rank), int(code)) for rank, code, pid in _ENTRY.findall(log)]
+        codes = {int(pid): int(code) for code, pid in _FIRST.findall(log)} | {p: c for p, _, c in entries}
+        closed = frozenset(int(pid) for pid in _CLOSING.findall(log))
+        return cls(codes, {p: r for p, r, _ in entries}, closed, bool(entries))
+
+    def code(self, pid: int) -> int | None:
+        return self.codes.get(pid, 0 if self.complete else None)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first failing rank: `reason` is one line for status.json, `text` what the user reads last."""
+
+    rank: int | None
+    reason: str
+    text: str
+    exit: int
+
+
+def first_failure(reports: Mapping[int, Report], deaths: Mapping[int, float], agent: Agent) -> Failure | None:
+    """Who failed first, None if nothing says so.
+
+    deaths: when a rank that is gone was last seen alive (unix time), for those that the launcher did not kill itself.
+    That is before its peers have felt it and written down what they make of it.
+    """
+    found: list[tuple[float, Failure]] = []
+    closed: list[tuple[float, Failure]] = []
+    for report in reports.values():
+        if report.failure:
+            if not report.failure["lost_peer"]:
+                found.append((report.failure["time"], _own(report)))
+        elif not report.end or not report.end.get("proper"):
+            when = report.end["time"] if report.end else deaths.get(report.rank)
+            if when is not None:
+                (closed if report.pid in agent.closed else found).append((when, _gone(report, agent.code(report.pid))))
+    for pid, rank in agent.ranks.items():
+        if rank not in reports and pid not in agent.closed:
+            found.append((0.0, _unreported(rank, agent.codes[pid])))
+    if found:
+        return min(found, key=lambda item: (item[0], item[1].rank or 0))[1]
+    lost = sorted((r for r in reports.values() if r.failure), key=lambda r: r.failure["time"] if r.failure else 0.0)
+    if lost:
+        silent = [r for r in reports.values() if not r.failure and not r.end]
+        return _silent(silent, lost[0]) if silent else _own(lost[0])
+    return min(closed, key=lambda item: item[0])[1] if closed else None
+
+
+def _own(report: Report) -> Failure:
+    record = report.failure or {}
+    head = str(record["message"]).partition("\n")[0]
+    text = f"{record['trace']}rank {report.rank} failed: {record['message']}"
+    return Failure(report.rank, head, text, int(record["status"]))
+
+
+def _gone(report: Report, code: int | None) -> Failure:
+    where = f"at step {report.step}" if report.step is not None else "before its first step"
+    if code is None:
+        return _plain(report.rank, f"ended without a word {where}", 1)
+    if code < 0:
+        return _plain(report.rank, f"{_killed(code)} ({where})", _exit_of_signal(code))
+    return _plain(report.rank, f"left {where} with status {code}", 1)
+
+
+def _unreported(rank: int, code: int) -> Failure:
+    if code < 0:
+        return _plain(rank, f"{_killed(code)} (while starting)", _exit_of_signal(code))
+    return _plain(rank, f"left with status {code} while starting", 1)
+
+
+def _silent(silent: list[Report], first: Report) -> Failure:
+    """Peers have waited in vain: the rank that never spoke is the one that hangs; the furthest behind, if several."""
+    slow = min(silent, key=lambda r: (r.attempt if r.attempt is not None else -1, r.rank))
+    where = f"at attempt {slow.attempt}" if slow.attempt is not None else "before its first attempt"
+    record = first.failure or {}
+    head = str(record["message"]).partition("\n")[0]
+    return _plain(slow.rank, f"stopped answering {where}; rank {first.rank} gave up: {head}", MachineError.status)
+
+
+def _plain(rank: int, what: str, status: int) -> Failure:
+    sentence = f"rank {rank} {what}"
+    return Failure(rank, sentence, sentence, status)
+
+
+def _killed(code: int) -> str:
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"was killed by {name}" + (", perhaps out of memory" if -code == signal.SIGKILL else "")
+
+
+def _exit_of_signal(code: int) -> int:
+    """A SIGKILL comes from the machine (memory, a person); other signals (SIGSEGV, SIGABRT) are somebody's bug."""
+    return MachineError.status if -code == signal.SIGKILL else 1
+
+
+def before_agent(log: str, lines: int = 20) -> str:
+    """The last lines that a worker wrote before torchrun spoke (a failed import, say), else the last lines."""
+    found = _AGENT_LINE.search(log)
+    head = log[: found.start()] if found else log
+    chosen = head if head.strip() else log
+    return "\n".join(chosen.rstrip().splitlines()[-lines:])

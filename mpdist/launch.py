@@ -1,0 +1,386 @@
+"""Start a run on this node: plan, check, freeze the run directory, run torchrun as a child, return the run's status.
+
+torch is never imported here, so that a mistake costs a fraction of a second. torchrun turns every end into status 1;
+`status.json` is the truth, and where no rank could write it, the launcher does, naming the rank that failed first.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mpdist import blame, watch
+from mpdist.errors import ConfigError, MachineError, MpdistError, UsageError
+from mpdist.supervise import Child, say
+
+if TYPE_CHECKING:
+    from mpdist.config import Resolved
+    from mpdist.plan import Plan
+    from mpdist.record import RunDir
+
+PORT_OF_SEVERAL_NODES = 29500
+_ENDS = {"done": 0, "preempted": 75, "diverged": 5}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the ranks run. `ranks` are those of this node; `cuda` its visible devices; `first_host` as Slurm has it."""
+
+    ranks: int
+    nodes: int
+    node_rank: int
+    address: str | None
+    port: int  # 0: any free one
+    cuda: int
+    device: str  # cpu or cuda, as far as it is known here
+    cores: int
+    threads: int
+    threads_why: str
+    first_host: str | None
+
+
+def run(
+    resolved: Resolved,
+    *,
+    ranks: int | None = None,
+    nodes: int | None = None,
+    node_rank: int | None = None,
+    dry_run: bool = False,
+    worker: Sequence[str] = ("-m", "mpdist"),
+) -> int:
+    """Launch a run and wait for its end; the exit status that its status.json records.
+
+    ranks, nodes: as launch.ranks and launch.nodes, which they replace; ranks are per node. node_rank: this node's
+    number where there are several (default: Slurm's, else 0). worker: what torchrun starts, the config's path follows.
+    Raises UsageError, DoesNotFit or MachineError before anything is started. Main thread only.
+    """
+    place = find_place(resolved, ranks, nodes, node_rank, os.environ)
+    plan = _plan(resolved, place)
+    if dry_run:
+        print(describe(resolved, plan, place, worker))
+        plan.require_fit()
+        return 0
+    say(plan.text())
+    plan.require_fit()
+    _check_machine(resolved, place)
+    if place.node_rank:
+        return _follow(resolved, place, worker)
+    from mpdist.record import open_run
+
+    run_dir, mode = open_run(resolved, plan.to_json())
+    if mode == "finished":
+        say(f"{run_dir.path} is finished: nothing to do")
+        return 0
+    try:
+        return _lead(run_dir, mode, place, worker, resolved.config.launch.timeout)
+    finally:
+        run_dir.release()
+
+
+def _plan(resolved: Resolved, place: Place) -> Plan:
+    from mpdist import arch
+    from mpdist.plan import make
+
+    model = resolved.config.model
+    shape = arch.look(model.path, model.config, model.revision)
+    memory = device_memory() if place.device == "cuda" else None
+    return make(resolved.config, shape, place.ranks, place.nodes, memory, _origin_of(resolved), place.device)
+
+
+def _lead(run_dir: RunDir, mode: str, place: Place, worker: Sequence[str], timeout: float) -> int:
+    """The node of rank 0: it owns the run directory."""
+    from mpdist.env import environment
+
+    command = torchrun(place, worker, run_dir.config_path, timeout)
+    session = run_dir.start_session(environment(torchrun=command, omp_num_threads=place.threads))
+    run_dir.status(state="running")
+    folder = run_dir.session_path()
+    say(f"{'resuming' if mode == 'resume' else 'running'} in {run_dir.path}, session {session}")
+    say(f"OMP_NUM_THREADS={place.threads} ({place.threads_why})")
+    env = {**os.environ, "OMP_NUM_THREADS": str(place.threads), watch.SESSION: str(session)}
+    child = Child(command, env, folder / "logs" / "torchrun.log")
+    status = child.run(lambda: folder)
+    return _conclude(run_dir, child, status)
+
+
+def _follow(resolved: Resolved, place: Place, worker: Sequence[str]) -> int:
+    """Any other node: it waits for the first one to have frozen the run, and takes part in its session."""
+    from mpdist.lock import holder
+    from mpdist.record import RunDir
+
+    cfg = resolved.config
+    run_dir = RunDir(Path(cfg.out_dir) / cfg.name, rank=place.node_rank * place.ranks)
+    deadline = time.monotonic() + cfg.launch.timeout
+    while not (run_dir.config_path.exists() and holder(run_dir.path)):
+        if time.monotonic() > deadline:
+            raise MachineError(
+                f"node {place.node_rank} waited {cfg.launch.timeout:.0f} s for {run_dir.config_path}",
+                "node 0 has not started this run, or the nodes do not share out_dir",
+                "start node 0, and set out_dir to a folder that all nodes see",
+            )
+        time.sleep(0.5)
+    env = {**os.environ, "OMP_NUM_THREADS": str(place.threads)}
+    env.pop(watch.SESSION, None)
+    say(f"node {place.node_rank} of {place.nodes}: joining {run_dir.path}, OMP_NUM_THREADS={place.threads}")
+    command = torchrun(place, worker, run_dir.config_path, cfg.launch.timeout)
+    log = run_dir.path / f".torchrun-{place.node_rank:04d}.log"
+    child = Child(command, env, log)
+    status = child.run(lambda: _own_session(run_dir, child.token))
+    if session := _own_session(run_dir, child.token):
+        run_dir.session = int(session.name)
+        kept = session / "logs" / f"torchrun-{place.node_rank:04d}.log"
+        shutil.move(log, kept)
+        child.log = kept
+    return _conclude(run_dir, child, status)
+
+
+def _own_session(run_dir: RunDir, token: str) -> Path | None:
+    """The session in which a process that this launcher has started reports as a rank."""
+    last = run_dir.last_session()
+    for number in range(last, max(last - 3, 0), -1):
+        for report in watch.read_reports(run_dir.session_path(number)).values():
+            if report.here and report.launch == token:
+                return run_dir.session_path(number)
+    return None
+
+
+# -- where ---------------------------------------------------------------------------------------------------------
+
+
+def find_place(
+    resolved: Resolved, ranks: int | None, nodes: int | None, node_rank: int | None, env: Mapping[str, str]
+) -> Place:
+    """Ranks, threads, address and port as they will be used. Raises ConfigError with all that cannot be."""
+    ask, origin = resolved.config.launch, _origin_of(resolved)
+    problems: list[MpdistError] = []
+    cuda = 0 if ask.device == "cpu" else visible_devices(env)
+    nodes = nodes or ask.nodes
+    asked = f"--ranks {ranks}" if ranks else f"launch.ranks = {ask.ranks} ({origin('launch.ranks')})"
+    ranks = ranks or (ask.ranks if isinstance(ask.ranks, int) else max(cuda, 1))
+    if cuda and ranks > cuda:
+        shown = f"CUDA_VISIBLE_DEVICES={env['CUDA_VISIBLE_DEVICES']}" if "CUDA_VISIBLE_DEVICES" in env else "this node"
+        why = f"{shown} has {cuda} CUDA device{'s' * (cuda != 1)}, and each rank needs its own"
+        problems.append(UsageError(asked, why, f"take at most {cuda}, or launch.device=cpu"))
+    if node_rank is None:
+        node_rank = int(env.get("SLURM_NODEID") or 0) if nodes > 1 else 0
+    if node_rank >= nodes:
+        problems.append(UsageError(f"--node-rank {node_rank}", f"there are {nodes} nodes, from 0", "set --nodes too"))
+    first = None
+    if listed := env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST"):
+        first = first_host(listed)
+    address = ask.address or (first if nodes > 1 else None)
+    if nodes > 1 and address is None:
+        why = f"{nodes} nodes have to find each other"
+        problems.append(UsageError("launch.address is not set", why, "set it to the first node's host name or address"))
+    if ask.address and first and not same_host(ask.address, first):
+        why = f"rank 0 runs on the first node of the job, {first} (of {listed}); elsewhere nobody would answer"
+        what = f"launch.address = {ask.address} ({origin('launch.address')})"
+        problems.append(UsageError(what, why, f"set launch.address={first}, or leave it out"))
+    if problems:
+        raise ConfigError(problems)
+    port = ask.port if isinstance(ask.port, int) else (PORT_OF_SEVERAL_NODES if nodes > 1 else 0)
+    cores = granted_cores(env)
+    threads, why = threads_for(ranks, cores, env)
+    device = "cuda" if cuda or ask.device == "cuda" else "cpu"
+    return Place(ranks, nodes, node_rank, address, port, cuda, device, cores, threads, why, first)
+
+
+def _origin_of(resolved: Resolved) -> Any:
+    return lambda name: resolved.origins.get(name, "config")
+
+
+def visible_devices(env: Mapping[str, str]) -> int:
+    """CUDA devices that a process started with `env` will see, counted as the driver does, without loading it."""
+    listed = env.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        nodes = [p for p in Path("/dev").glob("nvidia[0-9]*") if p.name[6:].isdigit()]
+        return len(nodes) or len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+    count = 0
+    for entry in listed.split(","):  # the driver stops at the first entry that names no device
+        if not re.fullmatch(r"\d+|(GPU|MIG)-\S+", entry.strip()):
+            break
+        count += 1
+    return count
+
+
+def device_memory() -> int | None:
+    """Bytes of this node's smallest GPU, from nvidia-smi; None if that cannot be asked."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        return min((int(line) for line in answer.split()), default=0) * 2**20 or None
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+
+
+def granted_cores(env: Mapping[str, str]) -> int:
+    """Cores that this process may use: its affinity, or Slurm's cpus per task where that is less."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    slurm = env.get("SLURM_CPUS_PER_TASK", "")
+    return min(cores, int(slurm)) if slurm.isdecimal() and int(slurm) else cores
+
+
+def threads_for(ranks: int, cores: int, env: Mapping[str, str]) -> tuple[int, str]:
+    """OMP_NUM_THREADS of each rank, and why: the user's value, else the granted cores shared out."""
+    given = env.get("OMP_NUM_THREADS", "")
+    if given.isdecimal() and int(given):
+        return int(given), "as it was set"
+    return max(1, cores // ranks), f"{cores} core{'s' * (cores != 1)} for {ranks} rank{'s' * (ranks != 1)}"
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a list as Slurm writes it: 'n[08-10,12],m1' -> 'n08'."""
+    name = ""
+    for text, choices in re.findall(r"([^\[\],]+)|\[([^\]]*)\]|(?=,)", nodelist):
+        if not text and not choices:
+            break
+        name += text or re.split(r"[,-]", choices)[0]
+    return name
+
+
+def same_host(one: str, other: str) -> bool:
+    """Whether two names or addresses mean one host; asks the resolver only if the names differ."""
+    if one.partition(".")[0].lower() == other.partition(".")[0].lower() and not one[:1].isdigit():
+        return True
+    try:
+        return socket.gethostbyname(one) == socket.gethostbyname(other)
+    except OSError:
+        return one == other
+
+
+def _check_machine(resolved: Resolved, place: Place) -> None:
+    ask, origin = resolved.config.launch, _origin_of(resolved)
+    if ask.device == "cuda" and not place.cuda:
+        raise MachineError(
+            f"launch.device = cuda ({origin('launch.device')})",
+            "no CUDA device is visible on this node",
+            "check nvidia-smi and CUDA_VISIBLE_DEVICES, or set launch.device=cpu",
+        )
+    if place.port and place.node_rank == 0:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", place.port))
+            except OSError as error:
+                do = "choose another launch.port" if place.nodes > 1 else "free it, or leave launch.port at auto"
+                raise MachineError(
+                    f"port {place.port} cannot be used ({error.strerror}; launch.port: {origin('launch.port')}): {do}"
+                ) from error
+
+
+# -- what ----------------------------------------------------------------------------------------------------------
+
+
+def torchrun(place: Place, worker: Sequence[str], config: Path, timeout: float) -> list[str]:
+    """The child's argument list. No restarts: a run is launched again and resumes by itself.
+
+    A stop that reaches torchrun itself may take the start-up time limit for its save, not torchrun's 30 s.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(place.ranks)]
+    command += ["--nnodes", str(place.nodes), "--max-restarts", "0"]
+    if place.nodes == 1:
+        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{place.port}"]
+        command += ["--rdzv-conf", "is_host=1"] if place.port else []
+    else:
+        command += ["--node-rank", str(place.node_rank), "--master-addr", str(place.address)]
+        command += ["--master-port", str(place.port), "--rdzv-conf", f"timeout={math.ceil(timeout)}"]
+    command += ["--shutdown-timeout", str(math.ceil(timeout))]
+    command += ["--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]
+    return [*command, *worker, str(config)]
+
+
+def describe(resolved: Resolved, plan: Plan, place: Place, worker: Sequence[str]) -> str:
+    """All that a dry run prints."""
+    import shlex
+
+    cfg = resolved.config
+    lines = [resolved.to_text(), "", plan.text(), ""]
+    where = f"{place.nodes} node{'s' * (place.nodes != 1)} x {place.ranks} ranks"
+    if place.nodes > 1:
+        where += f"; this is node {place.node_rank}; first host {place.address}, port {place.port}"
+    elif place.first_host:
+        where += f"; first host {place.first_host}"
+    lines.append(f"world: {where}")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    shown = "(not set)" if visible is None else visible
+    for local in range(place.ranks):
+        rank = place.node_rank * place.ranks + local
+        lines.append(
+            f"rank {rank}: LOCAL_RANK={local} CUDA_VISIBLE_DEVICES={shown} OMP_NUM_THREADS={place.threads}"
+            f" ({place.threads_why})"
+        )
+    config = Path(os.path.abspath(Path(cfg.out_dir) / cfg.name)) / "config.yaml"
+    lines += ["", "command:", shlex.join(torchrun(place, worker, config, cfg.launch.timeout))]
+    return "\n".join(lines)
+
+
+# -- how it ended --------------------------------------------------------------------------------------------------
+
+
+def _conclude(run_dir: RunDir, child: Child, torchrun_status: int) -> int:
+    """Read how the run ended, record it where no rank could, tell the user last of all; the exit status."""
+    import signal
+
+    status = run_dir.read_status() or {}
+    state = status.get("state", "running")
+    if child.hard is not None and state not in ("done", "diverged"):
+        name = signal.Signals(child.hard).name
+        failure = blame.Failure(None, f"ended at once by {name}", f"ended at once by {name}", 128 + child.hard)
+    elif state in _ENDS:
+        return _said(run_dir, status, child)
+    else:
+        log = watch.read_text_tail(child.log)
+        found = blame.first_failure(child.reports, child.deaths, blame.Agent.read(log))
+        failure = found or _unexplained(status, torchrun_status, log)
+    seen = [r for r in child.reports.values() if r.step is not None]
+    place = max(
+        ((r.step or 0, r.attempt or 0) for r in seen), default=(status.get("step", 0), status.get("attempt", 0))
+    )
+    if run_dir.rank == 0 or (failure.rank in child.reports and child.reports[failure.rank].here):
+        ends = {"exit": failure.exit, "reason": failure.reason, "rank": failure.rank}
+        run_dir.status(state="failed", step=place[0], attempt=place[1], **ends)
+        run_dir.event("end", place[0], place[1], failure.rank, failure.reason, state="failed", exit=failure.exit)
+        run_dir.close()
+    logs = child.log.parent
+    own = logs / f"rank-{failure.rank:05d}.log" if failure.rank is not None else child.log
+    sys.stdout.flush()
+    print(f"the run failed; logs in {logs}, the one to read: {own.name}\n{failure.text}", file=sys.stderr, flush=True)
+    return failure.exit
+
+
+def _unexplained(status: Mapping[str, Any], torchrun_status: int, log: str) -> blame.Failure:
+    if status.get("state") == "failed" and status.get("exit"):
+        reason = str(status.get("reason"))
+        return blame.Failure(status.get("rank"), reason, reason, int(status["exit"]))
+    busy = "EADDRINUSE" in log or "Address already in use" in log
+    reason = f"torchrun ended with status {torchrun_status} and no rank has said why"
+    if busy:
+        reason = "the rendezvous port was taken while torchrun started"
+    text = f"{blame.before_agent(log)}\n{reason}".lstrip()
+    return blame.Failure(None, reason, text, MachineError.status if busy else 1)
+
+
+def _said(run_dir: RunDir, status: Mapping[str, Any], child: Child) -> int:
+    """The run itself has recorded its end; a message for what was not simply done."""
+    state, step = status["state"], status.get("step")
+    code = status.get("exit")
+    code = _ENDS[state] if code is None else int(code)
+    if state == "preempted":
+        say(f"stopped early at step {step}, everything is saved; launch again to go on")
+    elif state == "diverged":
+        own = [r for r in child.reports.values() if r.failure]
+        text = own[0].failure["message"] if own and own[0].failure else status.get("reason")
+        print(f"diverged at step {step}: {text}", file=sys.stderr, flush=True)
+    else:
+        say(f"done: {run_dir.path}")
+    return code

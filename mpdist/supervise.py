@@ -1,0 +1,189 @@
+"""One torchrun as a child: started so that nothing of it can be left behind, asked to stop, ended, and watched.
+
+The child lives in a session of its own, so that a Ctrl-C at the terminal reaches the launcher alone, which then asks
+each rank by SIGUSR1 to stop at a step boundary. The kernel kills torchrun when the launcher dies, and the ranks when
+torchrun does (mpdist.watch); every process of the run carries a mark in its environment, by which strays are found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from mpdist import watch
+
+_POLL_S = 0.1
+_LOOK_S = 0.2  # how often the ranks' records are read
+_ASK_S = 2.0  # how often a stop is repeated: a rank may not have listened yet
+_GRACE_S = 10.0  # after a rank has died: the others may still write down what they saw
+_GRACE_FAILED_S = 20.0  # after a rank has recorded an error but lives on: it may be closing files
+_AGENT_S = 5.0  # for torchrun to write its account once its workers are dead
+_STRAYS_S = 5.0  # for helpers of the ranks, such as a tracker's, to end by themselves
+_SAME_S = 0.2  # two TERMs within this time are one, passed on twice
+
+
+def say(text: str) -> None:
+    """Print for a person, live. A console that has gone away is no reason to end a run."""
+    with contextlib.suppress(OSError, ValueError):
+        print(text, flush=True)
+
+
+class Child:
+    """The running torchrun and what is known of its ranks.
+
+    deaths: when a local rank that is gone was last seen alive (unix time), by rank; only those not killed from here.
+    hard: the signal that asked for an end at once, if any.
+    """
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
+        self.command, self.env, self.log = list(command), dict(env), log
+        self.token = watch.own_token()
+        self.reports: dict[int, watch.Report] = {}
+        self.deaths: dict[int, float] = {}
+        self.hard: int | None = None
+        self.killed = False
+        self._heard: list[tuple[int, float]] = []
+        self._asked = False
+        self._asked_at = 0.0
+        self._looked_at = 0.0
+        self._saw_at = time.time()
+        self._failed_at: float | None = None
+        self._process: subprocess.Popen[bytes]
+
+    def run(self, folder: Callable[[], Path | None]) -> int:
+        """Start, watch until the end, leave nothing behind; torchrun's exit status. Main thread only.
+
+        folder: the session's folder, None while it is not known.
+        """
+        with self._listening(), self.log.open("ab") as log:
+            self._start(log)
+            try:
+                while self._process.poll() is None:
+                    time.sleep(_POLL_S)
+                    self._look(folder())
+                    self._serve_signals()
+                    self._end_after_failure()
+                self._looked_at = 0.0
+                self._look(folder())
+            finally:
+                self._sweep()
+        return self._process.wait()
+
+    def _start(self, log: IO[bytes]) -> None:
+        env = {**self.env, watch.LAUNCH: self.token}
+        watch.libc()  # loaded here, since the child may do next to nothing between fork and exec
+        self._process = subprocess.Popen(
+            self.command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=_prepare,  # safe here: one thread, and two system calls on the other side
+        )
+
+    @contextlib.contextmanager
+    def _listening(self) -> Iterator[None]:
+        before = {}
+        for number in watch.STOP_SIGNALS:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup's wish stands
+                before[number] = signal.signal(number, self._hear)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _hear(self, number: int, _frame: FrameType | None) -> None:
+        self._heard.append((number, time.monotonic()))
+
+    def _serve_signals(self) -> None:
+        hard = [item for item in self._heard if item[0] in (signal.SIGINT, signal.SIGTERM)]
+        second = next((n for n, at in hard[1:] if n == signal.SIGINT or at - hard[0][1] > _SAME_S), None)
+        if second is not None and self.hard is None:
+            self.hard = second
+            say(f"a second {signal.Signals(second).name}: ending all ranks at once")
+            self._kill(with_agent=True)
+        if not self._heard or self.hard is not None:
+            return
+        if not self._asked:
+            name = signal.Signals(self._heard[0][0]).name
+            say(f"{name}: stopping at the next step boundary; a second INT or TERM ends the run at once")
+            self._asked = True
+        if time.monotonic() - self._asked_at > _ASK_S:
+            self._asked_at = time.monotonic()
+            for report in self.reports.values():
+                if report.here and not report.end and report.alive:
+                    _send(report.pid, signal.SIGUSR1)
+
+    def _look(self, folder: Path | None) -> None:
+        now = time.monotonic()
+        if folder is None or now - self._looked_at < _LOOK_S:
+            return
+        self._looked_at = now
+        fresh = watch.read_reports(folder)
+        if fresh.keys() - self.reports.keys() and self._asked:
+            self._asked_at = 0.0  # a rank that has only now said who it is
+        self.reports = fresh
+        saw_at, self._saw_at = self._saw_at, time.time()
+        for rank, report in fresh.items():
+            if rank not in self.deaths and not self.killed and report.here and not report.alive:
+                self.deaths[rank] = saw_at
+
+    def _end_after_failure(self) -> None:
+        """Kill what is left when one rank is dead and the others will not notice."""
+        dead = any(not self.reports[rank].proper for rank in self.deaths)
+        if not dead and not any(report.failure for report in self.reports.values()):
+            return
+        now = time.monotonic()
+        self._failed_at = self._failed_at or now
+        grace = _GRACE_S if dead else _GRACE_FAILED_S
+        if now - self._failed_at > grace + _AGENT_S:
+            self._kill(with_agent=True)
+        elif now - self._failed_at > grace:
+            self._kill(with_agent=False)
+
+    def _kill(self, with_agent: bool) -> None:
+        """SIGKILL every process of the run; without torchrun itself, it gets to write down how its workers ended."""
+        self.killed = True
+        agent = self._process.pid
+        pids = set(watch.marked(self.token))
+        pids |= {r.pid for r in self.reports.values() if r.here and r.alive}
+        if with_agent:
+            pids.add(agent)
+        else:
+            pids.discard(agent)
+        for pid in pids:
+            _send(pid, signal.SIGKILL)
+
+    def _sweep(self) -> None:
+        """After the end: strays get a moment, then they are killed."""
+        deadline = time.monotonic() + (0.0 if self.hard is not None else _STRAYS_S)
+        while self._process.poll() is not None and any(watch.marked(self.token)) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+            self._serve_signals()
+        for _ in range(50):
+            self._kill(with_agent=True)
+            if self._process.poll() is not None and not any(watch.marked(self.token)):
+                return
+            time.sleep(_POLL_S)
+        left = ", ".join(str(pid) for pid in watch.marked(self.token))
+        print(f"warning: processes that a SIGKILL does not end: {left}", file=sys.stderr)
+
+
+def _prepare() -> None:
+    """In the child, before it becomes torchrun."""
+    watch.die_with_parent()
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
+def _send(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)

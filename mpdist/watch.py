@@ -1,0 +1,377 @@
+"""What a rank leaves on disk while it runs, so that a launcher can name it, signal it and say why it ended.
+
+Files of a session, written by each rank alone:
+
+    sessions/0001/ranks/00001.json         who: pid, host, when the process started
+    sessions/0001/ranks/00001.at           where: step and attempt, overwritten in place
+    sessions/0001/ranks/00001.failed.json  its own error, in full, with the time
+    sessions/0001/ranks/00001.end.json     how it left: `proper` where the run was over, or not
+    sessions/0001/logs/rank-00001.log      all that it wrote to stdout and stderr
+
+A rank without the last two was killed by a signal or left by os._exit. Standard library only: workers use this
+before they import torch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import io
+import os
+import platform
+import re
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, TextIO
+
+from mpdist.errors import MpdistError
+from mpdist.lines import dump, read_json, write_atomic
+
+SESSION = "MPDIST_SESSION"  # the session's number, from the launcher to its workers
+LAUNCH = "MPDIST_LAUNCH"  # host:pid:start of the launcher; marks every process that it started
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+_SAME_S = 1.0  # Slurm and torchrun both pass a TERM on: two within this time are one
+_PR_SET_PDEATHSIG = 1
+_LOST_PEER = re.compile(
+    r"Connection (closed|reset|refused)|Read error|Write error|Broken pipe|Timed out waiting|Socket Timeout"
+    r"|connectFullMesh|recvValue|NCCL (communicator|error|timeout)|ncclRemoteError|watchdog",
+    re.IGNORECASE,
+)
+
+
+# -- the worker's side -----------------------------------------------------------------------------------------------
+
+
+class Rank:
+    """This process's record. Made by `report_rank`."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.folder, self.rank = folder, rank
+        self._closed = False
+        self._at = os.open(folder / f"{rank:05d}.at", os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+
+    def at(self, step: int, attempt: int) -> None:
+        """Say where this rank is: steps applied so far, attempt under way. One small write, cheap enough for each."""
+        os.pwrite(self._at, f"{step:>15} {attempt:>15}\n".encode(), 0)
+
+    def failed(self, error: BaseException) -> None:
+        """Record the error that ends this rank, at the moment it happened; the first one of a rank counts.
+
+        Without a launcher above, it is also printed on the real stderr, since the output of ranks goes to files.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        expected = isinstance(error, MpdistError)
+        record = {
+            "rank": self.rank,
+            "time": time.time(),
+            "status": getattr(error, "status", 1) if expected else 1,
+            "message": str(error) if expected else f"{type(error).__name__}: {error}".rstrip(": "),
+            "trace": "" if expected else "".join(traceback.format_exception(error)),
+            "lost_peer": lost_peer(error),
+        }
+        recorded = self._write("failed", record)
+        if not recorded or LAUNCH not in os.environ:
+            text = f"{record['trace']}rank {self.rank} failed: {record['message']}\n"
+            for console in _consoles:
+                with contextlib.suppress(OSError):
+                    os.write(console, text.encode("utf-8", "replace"))
+                    break
+
+    def ended(self, status: int) -> None:
+        """Record a proper end, the run being over (done or stopped and saved). Stop signals are ignored from here.
+
+        torchrun sends TERM to the ranks that are still closing files as soon as one has left with a status of 75.
+        """
+        if self._closed:
+            return
+        self._leave(proper=True, status=status)
+        with contextlib.suppress(ValueError):  # not in the main thread
+            for number in STOP_SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
+
+    def _leave(self, proper: bool = False, status: int | None = None) -> None:
+        if not self._closed:
+            self._closed = True
+            self._write("end", {"rank": self.rank, "time": time.time(), "status": status, "proper": proper})
+
+    def _write(self, kind: str, record: dict[str, Any]) -> bool:
+        """False where the disk is full or gone, which must not hide the error that is to be recorded."""
+        try:
+            write_atomic(self.folder / f"{self.rank:05d}.{kind}.json", dump(record) + "\n")
+        except (OSError, MpdistError):
+            return False
+        return True
+
+
+def report_rank(run_dir: str | Path, session: int, rank: int) -> Rank:
+    """Say that this process is a rank of the session, and tie its life to the process that started it.
+
+    Call it early, before importing torch. The launcher signals the pid that is recorded here.
+    """
+    _die_with_parent()
+    if signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:  # whose default is death, and `listen` may be seconds away
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    folder = session_folder(run_dir, session) / "ranks"
+    folder.mkdir(parents=True, exist_ok=True)
+    record = Rank(folder, rank)
+    pid = os.getpid()
+    who = {"rank": rank, "pid": pid, "host": platform.node(), "started": started(pid), "time": time.time()}
+    who["launch"] = os.environ.get(LAUNCH)
+    write_atomic(folder / f"{rank:05d}.json", dump(who) + "\n")
+    atexit.register(record._leave)  # a sys.exit that nobody announced
+    return record
+
+
+class Stop:
+    """The wish to stop at the next step boundary, from signals to this process; `asked` names the first one.
+
+    TERM, INT, HUP and USR1 ask; a second INT or TERM ends the process at once.
+    """
+
+    def __init__(self) -> None:
+        self.asked: str | None = None
+        self._hard_at: float | None = None
+        self._rank: Rank | None = None
+
+    def listen(self, rank: Rank | None = None) -> Stop:
+        """Catch the signals from here on. Main thread only. rank: where an end at once is recorded."""
+        self._rank = rank
+        for number in STOP_SIGNALS:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup's wish stands
+                signal.signal(number, self._heard)
+        return self
+
+    def _heard(self, number: int, _frame: FrameType | None) -> None:
+        self.asked = self.asked or signal.Signals(number).name
+        if number not in (signal.SIGINT, signal.SIGTERM):
+            return
+        now = time.monotonic()
+        if self._hard_at is None:
+            self._hard_at = now
+        elif now - self._hard_at > _SAME_S:
+            if self._rank is not None:
+                self._rank.failed(_EndedAtOnce(f"ended at once by a second {signal.Signals(number).name}"))
+            os._exit(128 + number)
+
+
+class _EndedAtOnce(MpdistError):
+    status = 1
+
+
+_consoles: tuple[int, ...] = ()  # the real stderr and stdout, once open_log has put the file in their place
+
+
+def open_log(run_dir: str | Path, session: int, rank: int) -> Path:
+    """Send this process's output to its own log file; rank 0's goes to the console as well, live.
+
+    File descriptors 1 and 2 become the file, so that what libraries write from C is kept too; rank 0's sys.stdout and
+    sys.stderr then write to both. A console that goes away does not end the run. Returns the file's path.
+    """
+    global _consoles
+    logs = session_folder(run_dir, session) / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    path = logs / f"rank-{rank:05d}.log"
+    sys.stdout.flush()
+    sys.stderr.flush()
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    out, err = os.dup(1), os.dup(2)
+    _consoles = (err, out)
+    # Under our launcher, stderr belongs to torchrun's own log: the console is stdout.
+    consoles = (out, out if LAUNCH in os.environ else err)
+    for number, console in zip((1, 2), consoles, strict=True):
+        os.dup2(file, number)
+        stream = open(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+        if rank == 0:
+            live = open(console, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+            stream = _Tee(stream, live)  # type: ignore[assignment]
+        setattr(sys, "stdout" if number == 1 else "stderr", stream)
+    os.close(file)
+    return path
+
+
+class _Tee(io.TextIOBase):
+    """Writes to the log file and to the console; redrawn lines (a progress bar's) to the console alone."""
+
+    def __init__(self, log: TextIO, console: TextIO) -> None:
+        self._log, self._console = log, console
+        self._live = True
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return "utf-8"
+
+    def write(self, text: str) -> int:
+        if "\r" not in text:
+            self._log.write(text)
+        if self._live:
+            try:
+                self._console.write(text)
+                self._console.flush()
+            except (OSError, ValueError):  # the terminal was closed, or `| head` has had enough
+                self._live = False
+        return len(text)
+
+    def flush(self) -> None:
+        self._log.flush()
+
+    def isatty(self) -> bool:
+        return self._live and self._console.isatty()
+
+    def fileno(self) -> int:
+        return self._log.fileno()
+
+    def writable(self) -> bool:
+        return True
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when the thread that started it ends. Linux; elsewhere nothing happens."""
+    with contextlib.suppress(OSError, AttributeError):
+        libc().prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+
+
+def _die_with_parent() -> None:
+    """The worker's: only under torchrun, since a rank that a shell has started may well outlive the shell."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    die_with_parent()
+    host, _, rest = os.environ.get(LAUNCH, "").partition(":")
+    pid, _, start = rest.partition(":")
+    if host == platform.node() and pid.isdigit() and not alive(int(pid), start or None):
+        os._exit(1)  # the launcher ended before the kernel knew what to do: nobody waits for this rank
+
+
+_libc_handle: ctypes.CDLL | None = None
+
+
+def libc() -> ctypes.CDLL:
+    """The C library, loaded once."""
+    global _libc_handle
+    if _libc_handle is None:
+        _libc_handle = ctypes.CDLL(None, use_errno=True)
+    return _libc_handle
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Whether an error only says that another rank is gone, which then is the one to name."""
+    if isinstance(error, MpdistError):
+        return bool(getattr(error, "lost_peer", False))
+    if type(error).__name__ in ("DistBackendError", "DistNetworkError"):
+        return True
+    return isinstance(error, (RuntimeError, OSError)) and bool(_LOST_PEER.search(str(error)))
+
+
+# -- the launcher's side -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank has left so far. `failure` and `end` are the records that `Rank` writes."""
+
+    rank: int
+    pid: int
+    host: str
+    started: str | None
+    launch: str | None = None  # the launcher above it, as LAUNCH has it
+    failure: dict[str, Any] | None = None
+    end: dict[str, Any] | None = None
+    step: int | None = None
+    attempt: int | None = None
+
+    @property
+    def here(self) -> bool:
+        return self.host == platform.node()
+
+    @property
+    def alive(self) -> bool:
+        """Whether its process runs; True for another host's, of which nothing is known here."""
+        return not self.here or alive(self.pid, self.started)
+
+    @property
+    def proper(self) -> bool:
+        return bool(self.end and self.end.get("proper"))
+
+
+def session_folder(run_dir: str | Path, session: int) -> Path:
+    return Path(run_dir) / "sessions" / f"{session:04d}"
+
+
+def read_reports(session: Path) -> dict[int, Report]:
+    """The reports of a session's ranks, by rank."""
+    folder = session / "ranks"
+    found = {}
+    for path in sorted(folder.glob("[0-9]*[0-9].json")) if folder.is_dir() else []:
+        who = read_json(path)
+        if who is None:
+            continue
+        step, attempt = _read_at(path.with_suffix(".at"))
+        failure, end = read_json(path.with_suffix(".failed.json")), read_json(path.with_suffix(".end.json"))
+        known = (who["rank"], who["pid"], who["host"], who.get("started"), who.get("launch"))
+        found[who["rank"]] = Report(*known, failure, end, step, attempt)
+    return found
+
+
+def _read_at(path: Path) -> tuple[int | None, int | None]:
+    try:
+        step, attempt = path.read_text().split()
+        return int(step), int(attempt)
+    except (OSError, ValueError):
+        return None, None
+
+
+def started(pid: int) -> str | None:
+    """When a live process started, in the kernel's ticks; None if there is none. A pid alone comes round again."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if fields[0] in "ZX" else fields[19]
+    except (OSError, IndexError):
+        pass
+    if Path("/proc/self/stat").exists():
+        return None
+    try:  # no /proc on this system
+        os.kill(pid, 0)
+    except (ProcessLookupError, PermissionError):
+        return None
+    return "alive"
+
+
+def alive(pid: int, start: str | None) -> bool:
+    now = started(pid)
+    return now is not None and start in (None, now)
+
+
+def marked(token: str) -> Iterator[int]:
+    """Pids of this user's processes that were started with LAUNCH=token in their environment, whoever their parent."""
+    mark = f"{LAUNCH}={token}".encode()
+    for entry in Path("/proc").glob("[0-9]*"):
+        pid = int(entry.name)
+        try:
+            if pid != os.getpid() and mark in (entry / "environ").read_bytes().split(b"\0") and started(pid):
+                yield pid
+        except OSError:  # gone in between, or another user's
+            continue
+
+
+def own_token() -> str:
+    """The value of LAUNCH for the processes that this one starts."""
+    pid = os.getpid()
+    return f"{platform.node()}:{pid}:{started(pid) or ''}"
+
+
+def read_text_tail(path: Path, size: int = 65536) -> str:
+    """The last bytes of a log as text, '' if there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - size))
+            return file.read().decode("utf-8", "replace")
+    except OSError:
+        return ""

@@ -109,3 +109,11 @@ def peak_flops(device: str, compute: str = "bf16", tf32: bool = False) -> float 
                 return rate
             return rate / 2 if tf32 and not name.startswith("MI") else None
     return None
+
+
+def mfu(flops_per_token: float, tokens_per_s: float, ranks: int, peak: float | None) -> float | None:
+    """Model FLOPs utilisation: the share of all ranks' peak that the model's own arithmetic makes use of.
+
+    tokens_per_s: real tokens of all ranks together. peak: FLOP/s of one device; None gives None.
+    """
+    return None if not peak else flops_per_token * tokens_per_s / (ranks * peak)

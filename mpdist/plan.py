@@ -6,19 +6,22 @@ world it finds and refuses to go on if the two differ.
 
 from __future__ import annotations
 
+import glob
+import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from mpdist.arch import Arch, Unknown, model_flops_per_token
-from mpdist.config import Config, check_world
+from mpdist.arch import Arch, Unknown, look, model_flops_per_token
+from mpdist.config import Config, Resolved, check_world
 from mpdist.errors import ConfigError, DoesNotFit, MpdistError, UsageError
-from mpdist.plan_memory import Asked, Row, loss_chunk_rows, rows
+from mpdist.plan_memory import MARGIN, Asked, Row, loss_chunk_rows, rows
 from mpdist.plan_traffic import Traffic, traffic
 from mpdist.units import format_bytes
 
-__all__ = ["Asked", "Batch", "Plan", "Row", "Suggestion", "Traffic", "asked_of", "loss_chunk_rows", "make"]
+__all__ = ["Asked", "Batch", "Plan", "Row", "Suggestion", "Traffic", "asked_of", "gpus_here", "loss_chunk_rows", "make", "run"]
 
 STATES = ("parameters", "working", "gradients", "moments")
 
@@ -105,6 +108,13 @@ class Plan:
         from mpdist.plan_text import text
 
         return text(self)
+
+    @property
+    def is_close(self) -> bool:
+        """Whether it fits, but by less than the estimate may be off."""
+        if not self.fits or self.peak_bytes is None or self.memory_bytes is None:
+            return False
+        return self.peak_bytes > (1 - MARGIN) * self.memory_bytes
 
     def require_fit(self) -> None:
         """Raises DoesNotFit where the plan says that memory is too small; silent where it fits or cannot be known."""
@@ -281,13 +291,36 @@ def _span(cfg: Config) -> tuple[int | None, int | None, str]:
     return None, None, "known once the data is prepared"
 
 
+# ----------------------------------------------------------------------------------------------- command
+
+
+def gpus_here() -> int:
+    """GPUs that a process started here would see, counted without a library: device files, or the visible list."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    present = sum(1 for path in glob.glob("/dev/nvidia*") if path.removeprefix("/dev/nvidia").isdecimal())
+    if visible is None or not present:
+        return present
+    return len([part for part in visible.split(",") if part.strip() and part.strip() != "-1"])
+
+
+def run(resolved: Resolved, *, ranks: int | None, nodes: int | None, memory_bytes: int | None, as_json: bool) -> int:
+    """`mpdist plan`: prints the plan; status 3 where it does not fit. ranks: of one node; None as the config says."""
+    cfg = resolved.config
+    if ranks is None:
+        ranks = cfg.launch.ranks if isinstance(cfg.launch.ranks, int) else max(1, gpus_here())
+    shape = look(cfg.model.path, cfg.model.config, cfg.model.revision)
+    plan = make(cfg, shape, ranks, nodes or cfg.launch.nodes, memory_bytes, lambda name: resolved.origins[name])
+    print(json.dumps(plan.to_json(), indent=2) if as_json else plan.text())
+    return DoesNotFit.status if plan.fits is False else 0
+
+
 # ------------------------------------------------------------------------------------------------ advice
 
 
 def _suggest(asked: Asked, arch: Arch, memory: int) -> list[Suggestion]:
     """What to change, cheapest in speed first: each change alone, then together until the plan fits.
 
-    Where it fits already: the largest micro-batch that does.
+    Where it fits already: the largest micro-batch that fits with the estimate's margin to spare.
     """
 
     def tried(change: str, trial: Asked) -> Suggestion:
@@ -296,7 +329,8 @@ def _suggest(asked: Asked, arch: Arch, memory: int) -> list[Suggestion]:
 
     peak = rows(asked, arch)[1]
     if peak <= memory:
-        larger = [m for m in _micros(asked) if m > asked.micro and tried("", replace(asked, micro=m)).fits]
+        room = (1 - MARGIN) * memory
+        larger = [m for m in _micros(asked) if m > asked.micro and rows(replace(asked, micro=m), arch)[1] <= room]
         return [tried(f"batch.micro={max(larger)}", replace(asked, micro=max(larger)))] if larger else []
     found, together, changes = [], asked, []
     for change, values in _changes(asked):

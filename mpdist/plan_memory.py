@@ -17,6 +17,8 @@ from mpdist.formats import bytes_of
 MIB = 2**20
 # Positions whose FP32 logits exist at once under `loss_chunk: auto`.
 CHUNK_BYTES, CHUNK_LEAST = 64 * MIB, 128
+# What the estimate may be off by: activations of eager layers are counted, kernels' workspaces and fragmentation not.
+MARGIN = 0.1
 # What the allocator does not see: CUDA context, kernels and communicator buffers; or the libraries of a CPU process.
 OVERHEAD = {"cuda": 2048 * MIB, "cpu": 640 * MIB}
 

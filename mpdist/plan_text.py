@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from mpdist.plan_memory import MARGIN
 from mpdist.units import format_bytes
 
 if TYPE_CHECKING:
@@ -21,10 +22,14 @@ def _table(head: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> list[str]
     return out
 
 
+def _shared(ranks: int) -> str:
+    return "one rank holds the whole copy" if ranks == 1 else f"{ranks} ranks share one copy"
+
+
 def _what(plan: Plan) -> list[str]:
     a, b = plan.asked, plan.batch
     world = f"{a.ranks} rank{'s' * (a.ranks != 1)} on {a.nodes} node{'s' * (a.nodes != 1)}"
-    shard = a.engine if a.engine == "ddp" else f"fsdp2 stage {a.stage}, {a.shard_size} ranks share one copy"
+    shard = a.engine if a.engine == "ddp" else f"fsdp2 stage {a.stage}, " + _shared(a.shard_size)
     if a.replicas > 1:
         shard += f", {a.replicas} replicas"
     master = "FP32 masters" if a.master == "fp32" else f"pure {a.compute}: NO FP32 masters"
@@ -70,7 +75,8 @@ def _memory(plan: Plan) -> list[str]:
         lines.append("fits       unknown: give --memory, such as 80GiB, to hear a verdict")
     else:
         verdict = "yes" if plan.fits else "NO"
-        lines.append(f"fits       {verdict}: {format_bytes(plan.peak_bytes)} of {format_bytes(plan.memory_bytes)}")
+        close = f", with less to spare than the estimate is good for ({MARGIN:.0%})" if plan.is_close else ""
+        lines.append(f"fits       {verdict}: {format_bytes(plan.peak_bytes)} of {format_bytes(plan.memory_bytes)}{close}")
     if plan.suggestions:
         lines.append("try" if plan.fits is False else "room for")
         lines += [f"  {suggestion}" for suggestion in plan.suggestions]

@@ -87,6 +87,7 @@ def build(config: Any, attention: str, trust_remote_code: bool = False) -> nn.Mo
     except (ImportError, ValueError) as error:
         raise UsageError(f"the model cannot be built: {_first(error)}", f"model.attention = {attention}",
                          "choose another model.attention or install what it needs") from error  # fmt: skip
+    model.tie_weights()  # building on the meta device has undone it
     model.config.use_cache = False  # a cache in training costs memory and switches packing off without a word
     model.train()
     return model  # type: ignore[no-any-return]

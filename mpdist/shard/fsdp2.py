@@ -62,7 +62,8 @@ class Fsdp2:
         if offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type != "cpu")
         computing = None if policy.compute == policy.master else policy.compute
-        normal = MixedPrecisionPolicy(param_dtype=computing, reduce_dtype=torch.float32)
+        # Inputs are left alone: casting them would round the loss factor, an FP32 scalar, to the compute dtype.
+        normal = MixedPrecisionPolicy(param_dtype=computing, reduce_dtype=torch.float32, cast_forward_inputs=False)
         kept = MixedPrecisionPolicy(
             param_dtype=torch.float32, reduce_dtype=torch.float32, output_dtype=policy.compute, cast_forward_inputs=True
         )

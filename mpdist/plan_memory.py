@@ -113,7 +113,8 @@ def saved_per_token(arch: Arch, c: int, seq_len: int, masked: bool, eager: bool)
     if kind in ("qwen3", "qwen3_moe", "gemma3_text"):
         total += (8 if gemma else 4 + c) * (q + kv) + 4 * (heads + arch.kv_heads)
     if kind == "phi3":
-        total += c * (q + kv) + c * h  # the slices of one fused product keep all of it
+        # Slices of the fused product keep all of it, unless they are repeated and so copied.
+        total += c * h + (0 if (masked or eager) and q != kv else c * (q + kv))
     if masked or eager or kind == "gemma2":
         total += 2 * c * (q - kv) if kind not in ("gpt2", "gpt_neox") else 0
     if eager or kind == "gemma2":

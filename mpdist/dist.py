@@ -32,7 +32,7 @@ def pick_device(world: World, wish: str) -> torch.device:
         raise MachineError("launch.device = cuda, but this machine shows no CUDA device",
                            "torch.cuda.device_count() is 0", "set launch.device: cpu, or check the driver and CUDA_VISIBLE_DEVICES")  # fmt: skip
     # Where the scheduler shows each rank only its own device, that device is number 0 whatever the local rank.
-    index = 0 if count == 1 and world.local_size > 1 and wish != "auto" else world.local_rank
+    index = 0 if count == 1 and world.local_ranks > 1 and wish != "auto" else world.local_rank
     if index >= count:
         raise MachineError(f"local rank {world.local_rank} has no device: this node shows {count}",
                            "there are more ranks on the node than devices", "lower launch.ranks")  # fmt: skip
@@ -43,24 +43,24 @@ def pick_device(world: World, wish: str) -> torch.device:
 def start(world: World, device: torch.device, timeout: timedelta) -> None:
     """Collective. Joins the process group; a rank that does not come within ``timeout`` is named (MachineError)."""
     backend = "nccl" if device.type == "cuda" else "gloo"
-    if world.size == 1 and "MASTER_ADDR" not in os.environ:
+    if world.ranks == 1 and "MASTER_ADDR" not in os.environ:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     store = _store(world, timeout)
     store.set(_KEY.format(world.rank), "1")
     deadline = time.monotonic() + timeout.total_seconds()
-    missing = list(range(world.size))
+    missing = list(range(world.ranks))
     while missing:
         missing = [rank for rank in missing if not store.check([_KEY.format(rank)])]
         if missing and time.monotonic() > deadline:
             names = ", ".join(str(rank) for rank in missing)
-            raise MachineError(f"rank {names} missing: {len(missing)} of {world.size} ranks did not start",
+            raise MachineError(f"rank {names} missing: {len(missing)} of {world.ranks} ranks did not start",
                                f"launch.timeout = {timeout.total_seconds():g} s is over",
                                "look at the log of the missing rank's node, or raise launch.timeout")  # fmt: skip
         if missing:
             time.sleep(0.02)
     dist.init_process_group(
-        backend, store=dist.PrefixStore("mpdist", store), rank=world.rank, world_size=world.size, timeout=timeout
+        backend, store=dist.PrefixStore("mpdist", store), rank=world.rank, world_size=world.ranks, timeout=timeout
     )
 
 

@@ -1,0 +1,75 @@
+"""Rehearsed faults: what a run does when a rank overflows, dies, hangs, is stopped or finds the disk full.
+
+Attempts and saves count from 1 over the whole run, resumes included. Each fault says in an event that it fired
+before it strikes, so that a resumed run does not meet it again.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+
+class Drill:
+    """plan: the config's drill section as plain values, faults that are off left out. fired: what earlier sessions
+    rehearsed, as `name@number`. record(name, number, rank) writes the event; only the rank that is struck calls it."""
+
+    def __init__(
+        self, plan: Mapping[str, Mapping[str, Any]], rank: int, fired: Iterable[str], record: Callable[[str, int, int], None]
+    ) -> None:
+        self._plan = {name: values for name, values in plan.items() if values}
+        self._rank, self._record = rank, record
+        self._fired = set(fired)
+
+    def __bool__(self) -> bool:
+        return bool(self._plan)
+
+    def _due(self, name: str, number: int, exactly: bool = True) -> Mapping[str, Any] | None:
+        """The fault's values if it strikes this rank now; remembers and records that it did."""
+        fault = self._plan.get(name)
+        if fault is None or fault.get("rank", self._rank) not in (self._rank, "all"):
+            return None
+        if "attempts" in fault:
+            hit = fault["attempts"] == "all" or number in fault["attempts"]
+        else:
+            at = fault.get("attempt", fault.get("save"))
+            hit = number == at if exactly else number >= at
+        key = f"{name}@{number}" if "attempts" in fault else name
+        if not hit or key in self._fired:
+            return None
+        self._fired.add(key)
+        self._record(key, number, self._rank)
+        return fault
+
+    def overflow(self, attempt: int, micro: int) -> bool:
+        """Whether micro-batch `micro` (from 1) of this attempt gets +inf into one gradient element of this rank."""
+        fault = self._plan.get("overflow_at")
+        return fault is not None and fault.get("micro", 1) == micro and self._due("overflow_at", attempt) is not None
+
+    def nan_loss(self, attempt: int) -> bool:
+        return self._due("nan_loss_at", attempt) is not None
+
+    def strike(self, attempt: int) -> None:
+        """The faults of an attempt's beginning: exceptions, exits, hangs, kills, stop signals to this rank."""
+        if self._plan.get("kill_at", {}).get("phase") == "train" and self._due("kill_at", attempt):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault := self._due("stop_at", attempt):
+            os.kill(os.getpid(), getattr(signal, f"SIG{fault['signal']}"))
+        if self._due("raise_at", attempt):
+            raise RuntimeError(f"drill: raised at attempt {attempt} on rank {self._rank}")
+        if fault := self._due("exit_at", attempt):
+            os._exit(fault["code"])
+        if self._due("hang_at", attempt):
+            while True:
+                time.sleep(3600)
+
+    def saving(self, save: int, attempt: int) -> None:
+        """The faults inside a save: a kill, or a disk that is full (OSError)."""
+        if self._plan.get("kill_at", {}).get("phase") == "save" and self._due("kill_at", attempt, exactly=False):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._due("disk_full_at", save):
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} (drill)")

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from mpdist import cli, world
+from mpdist import cli
 from mpdist.errors import MpdistError, UsageError
 
 
@@ -20,7 +20,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _worker(arguments: list[str]) -> int:
-    me = world.from_env(os.environ)
+    from mpdist.world import from_env
+
+    me = from_env(os.environ)
     if me is None:
         raise UsageError(
             f"python -m mpdist {arguments[0]}",

@@ -20,7 +20,7 @@ _BYTES = {
 }
 _SECONDS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
 _NUMBER = r"\d+(?:\.\d+)?"
-_DURATION = re.compile(rf"(?:({_NUMBER})d)?(?:({_NUMBER})h)?(?:({_NUMBER})m)?(?:({_NUMBER})s)?(?:({_NUMBER})ms)?")
+_DURATION = rf"(?:({_NUMBER})d)?(?:({_NUMBER})h)?(?:({_NUMBER})m)?(?:({_NUMBER})s)?(?:({_NUMBER})ms)?"
 
 
 def parse_bytes(text: str | int) -> int:
@@ -56,7 +56,7 @@ def parse_duration(text: str | int | float) -> float:
         compact = text.strip().replace(" ", "").lower()
         if re.fullmatch(_NUMBER, compact):
             return float(compact)
-        match = _DURATION.fullmatch(compact)
+        match = re.fullmatch(_DURATION, compact)
         if match and compact:
             units = zip(match.groups(), _SECONDS.values(), strict=True)
             return sum(float(number) * seconds for number, seconds in units if number)

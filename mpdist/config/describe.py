@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel
 from pydantic.fields import FieldInfo
@@ -16,8 +15,7 @@ from mpdist.config import schema
 _BOUNDS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
 
 
-@dataclass(frozen=True)
-class Key:
+class Key(NamedTuple):
     """One key. ``kind`` is value, section, list (of sections) or free (a mapping whose keys are not ours)."""
 
     name: str
@@ -96,7 +94,7 @@ def _key(name: str, field: FieldInfo) -> Key:
 def _default(field: FieldInfo, section: type[BaseModel] | None) -> str:
     if field.is_required():
         return "required"
-    if section is not None and field.default_factory is not None:
+    if section is not None and field.validate_default:
         return ""
     value = field.get_default(call_default_factory=True, validated_data={})
     return show(list(value) if isinstance(value, tuple) else value)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import pathlib
 from dataclasses import dataclass
 from typing import Any
 
-from mpdist.config import check, compat, describe, read, rules, write
+from mpdist.config import check, describe, read, rules
 from mpdist.config.read import Path, Tree
 from mpdist.config.schema import Config
 from mpdist.errors import ConfigError, UsageError
@@ -34,6 +33,8 @@ class Resolved:
 
     def to_yaml(self) -> str:
         """Every value, defaults included, so that a later version's defaults do not change a run. ``load`` takes it."""
+        from mpdist.config import write
+
         return write.block(self.values())
 
     def to_text(self) -> str:
@@ -48,6 +49,8 @@ class Resolved:
 
     def number_digest(self) -> str:
         """SHA-256 (hex) of the values that can change the numbers of a run."""
+        from mpdist.config import compat
+
         return _digest(compat.numbers(self.values()))
 
 
@@ -240,6 +243,8 @@ def _leaf_origin(tree: Tree, path: Path) -> str:
 
 
 def _digest(values: Any) -> str:
+    import hashlib
+
     return hashlib.sha256(json.dumps(values, sort_keys=True, ensure_ascii=True).encode()).hexdigest()
 
 

@@ -5,7 +5,6 @@ ruamel.yaml is used up to its node graph only: nodes carry lines, and repeated k
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 from mpdist.errors import MpdistError, UsageError
@@ -13,13 +12,15 @@ from mpdist.errors import MpdistError, UsageError
 Path = tuple[str, ...]
 
 
-@dataclass
 class Tree:
     """Nested plain values, where each came from (by path; list elements by number), and what was wrong on the way."""
 
-    value: Any
-    origins: dict[Path, str] = field(default_factory=dict)
-    problems: list[MpdistError] = field(default_factory=list)
+    def __init__(
+        self, value: Any, origins: dict[Path, str] | None = None, problems: list[MpdistError] | None = None
+    ) -> None:
+        self.value = value
+        self.origins: dict[Path, str] = origins or {}
+        self.problems: list[MpdistError] = problems or []
 
 
 def parse(text: str, where: str, line_numbers: bool = True) -> Tree:

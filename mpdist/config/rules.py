@@ -9,16 +9,14 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpdist.config import describe, schema
 from mpdist.config.schema import Config
 from mpdist.errors import MpdistError, UsageError
 
 
-@dataclass(frozen=True)
-class Support:
+class Support(NamedTuple):
     """What an engine can do. The README's support table is made from these."""
 
     engine: str

@@ -9,7 +9,7 @@ from typing import Any
 
 # Words that some YAML version reads as something other than text.
 _WORDS = {"null", "true", "false", "yes", "no", "on", "off", "y", "n", "~"}
-_PLAIN = re.compile(r"[A-Za-z_/][A-Za-z0-9_./+@-]*(?: [A-Za-z0-9_./+@-]+)*")
+_PLAIN = r"[A-Za-z_/][A-Za-z0-9_./+@-]*(?: [A-Za-z0-9_./+@-]+)*"
 
 
 def block(values: dict[str, Any], indent: int = 0) -> str:
@@ -47,7 +47,7 @@ def _number(value: float) -> str:
 
 
 def _text(value: str) -> str:
-    if _PLAIN.fullmatch(value) and value.lower() not in _WORDS:
+    if re.fullmatch(_PLAIN, value) and value.lower() not in _WORDS:
         return value
     quoted = json.dumps(value, ensure_ascii=False)
     return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in quoted)

@@ -21,7 +21,19 @@ from mpdist.plan_memory import MARGIN, Asked, Row, loss_chunk_rows, rows
 from mpdist.plan_traffic import Traffic, traffic
 from mpdist.units import format_bytes
 
-__all__ = ["Asked", "Batch", "Plan", "Row", "Suggestion", "Traffic", "asked_of", "gpus_here", "loss_chunk_rows", "make", "run"]
+__all__ = [
+    "Asked",
+    "Batch",
+    "Plan",
+    "Row",
+    "Suggestion",
+    "Traffic",
+    "asked_of",
+    "gpus_here",
+    "loss_chunk_rows",
+    "make",
+    "run",
+]
 
 STATES = ("parameters", "working", "gradients", "moments")
 

@@ -303,16 +303,25 @@ def _moments(asked: Asked, arch: Arch, s: _Sizes) -> tuple[dict[str, Moment], di
     before = {"working": work_peak, "gradients": early + wide}
     texts = {"working": work_text, "activations": act_text, "logits": logit_text, "comm": comm_text}
     texts["optimizer_temporaries"] = "the largest tensor once more" if loop else "one more copy of the parameters"
-    return {
+    found = {
         "the loss": {**before, "activations": stored, "logits": making},
-        "the start of backward": {**before, "activations": stored + running, "logits": kept, "comm": comm_block},
-        "the end of backward": {
-            "working": work_rest,  # fully_shard frees a group's copies before it reduces their gradients
-            "gradients": gradients + (4 * s.root_elements if wide else 0),
-            "comm": comm_root,
-        },
+        "the start of backward": {**before, "activations": stored + running, "logits": kept},
         "the optimizer's step": {"working": work_rest, "gradients": gradients, "optimizer_temporaries": step},
-    }, texts
+    }
+    if asked.engine == "ddp":  # every bucket is on its way by the time that the first block is done
+        found["the end of backward"] = {**before, "activations": running, "comm": comm_root}
+        return found, texts
+    # fully_shard frees a group's copies before it reduces their gradients.
+    found["the last block's reduction"] = {
+        "working": max(0, work_peak - s.largest[0]),
+        "gradients": early + wide,
+        "activations": stored - stored // (arch.layers + 1),
+        "logits": kept,
+        "comm": comm_block,
+    }
+    last = gradients + (4 * s.root_elements if wide else 0)
+    found["the end of backward"] = {"working": work_rest, "gradients": last, "comm": comm_root}
+    return found, texts
 
 
 ORDER = (

@@ -76,7 +76,9 @@ def _memory(plan: Plan) -> list[str]:
     else:
         verdict = "yes" if plan.fits else "NO"
         close = f", with less to spare than the estimate is good for ({MARGIN:.0%})" if plan.is_close else ""
-        lines.append(f"fits       {verdict}: {format_bytes(plan.peak_bytes)} of {format_bytes(plan.memory_bytes)}{close}")
+        lines.append(
+            f"fits       {verdict}: {format_bytes(plan.peak_bytes)} of {format_bytes(plan.memory_bytes)}{close}"
+        )
     if plan.suggestions:
         lines.append("try" if plan.fits is False else "room for")
         lines += [f"  {suggestion}" for suggestion in plan.suggestions]

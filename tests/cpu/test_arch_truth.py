@@ -10,16 +10,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from mpdist import arch
 
-SMALL = dict(
-    hidden_size=64,
-    intermediate_size=112,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=96,
-)
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+}
 NO_GQA = {k: v for k, v in SMALL.items() if k != "num_key_value_heads"}
-TOKENS = dict(bos_token_id=1, eos_token_id=2, pad_token_id=0)
+TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 CASES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **SMALL},
     "llama with biases, tied": {

@@ -12,10 +12,15 @@ from mpdist import arch
 from mpdist.plan_memory import saved_per_token
 
 ROWS, TOKENS = 2, 64
-SMALL = dict(
-    hidden_size=64, intermediate_size=112, num_attention_heads=4, num_key_value_heads=2, vocab_size=96, pad_token_id=0
-)
-NO_DROPOUT = dict(attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0)
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "pad_token_id": 0,
+}
+NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 CASES: dict[str, dict[str, Any]] = {
     "llama": SMALL,
     "mistral": SMALL,
@@ -24,7 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gemma2": SMALL | {"head_dim": 16},
     "gemma3_text": SMALL | {"head_dim": 16},
     "gpt2": dict(n_embd=64, n_head=4, n_positions=64, vocab_size=96, **NO_DROPOUT),
-    "gpt_neox": dict(hidden_size=64, intermediate_size=112, num_attention_heads=4, vocab_size=96),
+    "gpt_neox": {"hidden_size": 64, "intermediate_size": 112, "num_attention_heads": 4, "vocab_size": 96},
     "phi3": SMALL,
     "mixtral": SMALL | {"num_local_experts": 4},
 }
@@ -33,7 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
 def kept(kind: str, layers: int, dtype: torch.dtype, packed: bool, attention: str) -> int:
     """Bytes of the storages that the model's body saves for backward, parameters and buffers left out."""
     fields = dict(CASES[kind]) | {"n_layer" if kind == "gpt2" else "num_hidden_layers": layers}
-    tokens = dict(bos_token_id=1, eos_token_id=2)
+    tokens = {"bos_token_id": 1, "eos_token_id": 2}
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **(tokens | fields))
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).train()

@@ -94,7 +94,8 @@ def test_c107_a_token_meets_only_its_experts() -> None:
 def test_an_unknown_type_is_no_error() -> None:
     found = arch.from_mapping({"model_type": "mamba"}, "test")
     assert isinstance(found, arch.Unknown)
-    assert "mamba" in found.reason and "llama" in found.reason
+    assert "mamba" in found.reason
+    assert "llama" in found.reason
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,9 @@ def test_an_unknown_type_is_no_error() -> None:
 def test_a_value_that_no_model_can_have_names_its_key(changes: dict[str, Any], word: str) -> None:
     with pytest.raises(UsageError) as caught:
         tiny(**changes)
-    assert word in caught.value.what and caught.value.why and caught.value.do
+    assert word in caught.value.what
+    assert caught.value.why
+    assert caught.value.do
 
 
 def test_a_misspelt_size_in_an_inline_config_is_refused() -> None:
@@ -126,9 +129,11 @@ def test_a_folder_is_read_and_its_absence_is_not_an_error(tmp_path: Path) -> Non
     (tmp_path / "config.json").write_text(json.dumps(TINY | {"dtype": "bfloat16"}))
     found = arch.look(str(tmp_path))
     assert isinstance(found, arch.Arch)
-    assert found.dtype == "bfloat16" and found.source.endswith("config.json")
+    assert found.dtype == "bfloat16"
+    assert found.source.endswith("config.json")
     absent = arch.look("runs/nowhere/export")
-    assert isinstance(absent, arch.Unknown) and absent.missing
+    assert isinstance(absent, arch.Unknown)
+    assert absent.missing
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]", "{}"])
@@ -137,12 +142,15 @@ def test_a_folder_without_a_whole_config_json_is_an_error_in_three_parts(tmp_pat
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(UsageError) as caught:
         arch.look(str(tmp_path))
-    assert str(tmp_path) in caught.value.what and caught.value.why and caught.value.do
+    assert str(tmp_path) in caught.value.what
+    assert caught.value.why
+    assert caught.value.do
 
 
 def test_a_hub_id_is_found_in_the_local_cache(empty_hub_cache: Path) -> None:
     unknown = arch.look("some/model")
-    assert isinstance(unknown, arch.Unknown) and not unknown.missing
+    assert isinstance(unknown, arch.Unknown)
+    assert not unknown.missing
     assert "not in the local cache" in unknown.reason
     repo = empty_hub_cache / "models--some--model"
     (repo / "snapshots" / "abc").mkdir(parents=True)
@@ -151,7 +159,8 @@ def test_a_hub_id_is_found_in_the_local_cache(empty_hub_cache: Path) -> None:
     (repo / "refs" / "main").write_text("abc")
     for revision in (None, "abc"):
         found = arch.look("some/model", revision=revision)
-        assert isinstance(found, arch.Arch) and found.total == tiny().total
+        assert isinstance(found, arch.Arch)
+        assert found.total == tiny().total
     assert isinstance(arch.look("some/model", revision="other"), arch.Unknown)
 
 
@@ -160,4 +169,5 @@ def test_the_cache_wins_over_the_shapes_that_ship(empty_hub_cache: Path) -> None
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text(json.dumps(TINY))
     found = arch.look("Qwen/Qwen3-0.6B")
-    assert isinstance(found, arch.Arch) and found.vocab == 96
+    assert isinstance(found, arch.Arch)
+    assert found.vocab == 96

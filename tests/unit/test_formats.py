@@ -64,6 +64,7 @@ def test_an_unknown_device_has_no_peak() -> None:
 def test_c107_utilisation_counts_every_devices_peak_once() -> None:
     one = mfu(1000.0, 500.0, 1, 1e9)
     assert one == pytest.approx(1000 * 500 / 1e9)
-    assert one is not None and mfu(1000.0, 500.0, 2, 1e9) == pytest.approx(one / 2)
+    assert one is not None
+    assert mfu(1000.0, 500.0, 2, 1e9) == pytest.approx(one / 2)
     assert mfu(1000.0, 500.0, 1, None) is None
     assert math.isfinite(one)

@@ -12,7 +12,7 @@ import pytest
 from mpdist import arch, plan
 from mpdist.config import ConfigError, Resolved, load
 from mpdist.errors import DoesNotFit
-from mpdist.plan_memory import Asked, held, loss_chunk_rows, rows
+from mpdist.plan_memory import MARGIN, Asked, held, loss_chunk_rows, rows
 
 GIB = 2**30
 LLAMA = "meta-llama/Llama-3.1-8B"
@@ -72,7 +72,7 @@ def test_a_batch_that_does_not_divide_names_both_neighbours_and_where_it_came_fr
     text = str(caught.value)
     assert "batch.global = 32 (command line)" in text
     assert "30 or 36" in text
-    with pytest.raises(ConfigError, match="batch.global 16, or batch.micro 1"):
+    with pytest.raises(ConfigError, match=r"batch\.global 16, or batch\.micro 1"):
         made(tmp_path, "batch.global=8", "batch.micro=2", ranks=8)
 
 
@@ -178,7 +178,8 @@ def test_rows_at_the_peak_add_up_to_it() -> None:
     for changes in ({}, {"global_": 16}, {"checkpointing": "full"}, {"engine": "ddp", "stage": 0}, {"micro": 8}):
         found, peak, moment = rows(asked(**{"global_": 64} | changes), shape())
         assert sum(r.at_peak_bytes for r in found) == peak
-        assert moment and all(r.formula for r in found)
+        assert moment
+        assert all(r.formula for r in found)
         assert all(r.peak_bytes >= r.at_peak_bytes for r in found)
 
 
@@ -203,10 +204,11 @@ def test_checkpointing_modes_fall_in_order() -> None:
     ],
 )
 def test_the_closed_formula_is_near_a_simulation_on_fake_tensors(changes: dict[str, Any], gib: float) -> None:
-    """Llama-3.1-8B on 8 ranks, 1 x 4096 tokens, as FSDPMemTracker has it for whole logits, libraries left out."""
+    """Llama-3.1-8B on 8 ranks, 1 x 4096 tokens, as FSDPMemTracker has it with transformers' own loss (whole logits,
+    some copies more than ours), libraries left out."""
     found, peak, _ = rows(asked(loss_chunk="none", **changes), shape())
     overhead = next(r.at_peak_bytes for r in found if r.row == "overhead")
-    assert (peak - overhead) / GIB == pytest.approx(gib, rel=0.07)
+    assert (peak - overhead) / GIB == pytest.approx(gib, rel=MARGIN)
 
 
 def test_logits_are_chunked_by_bytes_with_a_least_number_of_rows() -> None:
@@ -226,13 +228,16 @@ def test_logits_are_chunked_by_bytes_with_a_least_number_of_rows() -> None:
 
 def test_what_does_not_fit_is_refused_with_changes_that_do(tmp_path: Path) -> None:
     found = made(tmp_path, memory=24 * GIB)
-    assert found.fits is False and found.to_json()["fits"] is False
+    assert found.fits is False
+    assert found.to_json()["fits"] is False
     fitting = [s for s in found.suggestions if s.fits]
-    assert fitting and all(s.peak_bytes <= 24 * GIB for s in fitting)
+    assert fitting
+    assert all(s.peak_bytes <= 24 * GIB for s in fitting)
     with pytest.raises(DoesNotFit) as caught:
         found.require_fit()
     assert caught.value.status == 3
-    assert "24.00 GiB" in caught.value.what and fitting[0].change in caught.value.do
+    assert "24.00 GiB" in caught.value.what
+    assert fitting[0].change in caught.value.do
 
 
 def test_a_suggestion_can_be_given_back_as_overrides(tmp_path: Path) -> None:
@@ -249,7 +254,8 @@ def _overrides(change: str) -> list[str]:
 
 def test_without_a_memory_there_is_no_verdict(tmp_path: Path) -> None:
     found = made(tmp_path)
-    assert found.fits is None and found.suggestions == ()
+    assert found.fits is None
+    assert found.suggestions == ()
     found.require_fit()
     assert "unknown: give --memory" in found.text()
 
@@ -257,9 +263,13 @@ def test_without_a_memory_there_is_no_verdict(tmp_path: Path) -> None:
 def test_room_for_a_larger_micro_batch_is_named_with_a_margin(tmp_path: Path) -> None:
     found = made(tmp_path, "batch.global=64", "memory.checkpointing=full", memory=80 * GIB)
     (room,) = found.suggestions
-    assert room.change.startswith("batch.micro=") and room.peak_bytes <= 72 * GIB
-    close = made(tmp_path, memory=int(1.02 * (found.peak_bytes or 0)), *("memory.checkpointing=full", "batch.global=64"))
-    assert close.fits and close.is_close and close.suggestions == ()
+    assert room.change.startswith("batch.micro=")
+    assert room.peak_bytes <= 72 * GIB
+    tight = int(1.02 * (found.peak_bytes or 0))
+    close = made(tmp_path, "batch.global=64", "memory.checkpointing=full", memory=tight)
+    assert close.fits
+    assert close.is_close
+    assert close.suggestions == ()
     assert "less to spare" in close.text()
 
 
@@ -268,7 +278,8 @@ def test_an_unknown_model_still_gets_its_batch_arithmetic(tmp_path: Path) -> Non
     found = plan.make(config, arch.look("some/model"), 8, 1, memory=GIB)
     data = found.to_json()
     assert data["parameters"] is data["peak_bytes_per_rank"] is data["fits"] is None
-    assert data["rows"] == [] and data["batch"]["accumulation"] == 1
+    assert data["rows"] == []
+    assert data["batch"]["accumulation"] == 1
     assert "not in the local cache" in found.text()
     found.require_fit()
 
@@ -277,7 +288,8 @@ def test_json_has_the_contracts_keys(tmp_path: Path) -> None:
     data = json.loads(json.dumps(made(tmp_path, memory=80 * GIB).to_json()))
     wanted = {"ranks", "parameters", "rows", "states_bytes_per_rank", "peak_bytes_per_rank", "memory_bytes", "fits"}
     assert wanted | {"suggestions", "batch", "traffic"} <= set(data)
-    assert data["ranks"] == 8 and data["parameters"] == 8_030_261_248
+    assert data["ranks"] == 8
+    assert data["parameters"] == 8_030_261_248
     assert data["states_bytes_per_rank"] == 2 * 8_030_261_248
     assert all({"row", "rest_bytes", "peak_bytes", "formula"} <= set(r) for r in data["rows"])
     assert set(data["batch"]) == {"micro", "accumulation", "ranks", "global", "tokens_per_step"}

@@ -63,6 +63,12 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _natural(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
+    return int(text)
+
+
 def _parse(parser: _Parser, argv: Sequence[str]) -> argparse.Namespace:
     """Options may stand anywhere among the overrides."""
     return parser.parse_intermixed_args(list(argv))
@@ -89,12 +95,19 @@ def _launch(argv: Sequence[str]) -> int:
     )
     _with_config(parser)
     _with_world(parser)
+    parser.add_argument("--node-rank", type=_natural, metavar="N", help="this node's number (default: Slurm's, else 0)")
     parser.add_argument("--dry-run", action="store_true", help="print config, plan and command line; start nothing")
     arguments = _parse(parser, argv)
     resolved = _load(arguments)
     from mpdist import launch
 
-    return launch.run(resolved, ranks=arguments.ranks, nodes=arguments.nodes, dry_run=arguments.dry_run)
+    return launch.run(
+        resolved,
+        ranks=arguments.ranks,
+        nodes=arguments.nodes,
+        node_rank=arguments.node_rank,
+        dry_run=arguments.dry_run,
+    )
 
 
 def _plan(argv: Sequence[str]) -> int:

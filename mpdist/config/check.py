@@ -184,9 +184,12 @@ def validate(tree: Tree) -> tuple[schema.Config | None, list[MpdistError], set[s
         except ValidationError as error:
             for item in error.errors(include_url=False, include_context=False):
                 path = _key_path(item["loc"])
-                if not path or dotted(path) in problems:
+                name = dotted(path)
+                # A list is too short for pydantic where its elements are wrong: those are what to report.
+                if not path or name in problems or any(known.startswith(name + ".") for known in problems):
                     continue
-                problems[dotted(path)] = _problem(tree, path, item["type"], item["msg"])
+                kind = item["type"] if len(path) == len(item["loc"]) else "part"
+                problems[name] = _problem(tree, path, kind, item["msg"])
             for name in problems:
                 _replace(value, tuple(name.split(".")))
     return None, list(problems.values()), set(problems)

@@ -43,10 +43,10 @@ def find(path: tuple[str, ...]) -> Key | None:
     key: Key | None = None
     for part in path:
         if key is not None and key.kind == "free":
-            text = key.expects.endswith("of text")
+            text = key.expects.endswith("to text")
             return Key(part, "free", "text" if text else "anything", "", "", True, text, None)
         if key is not None and key.kind == "list" and part.isdecimal():
-            key = Key(part, "section", key.expects, "", "", False, False, key.section)
+            key = Key(part, "section", "a mapping", "", "", False, False, key.section)
             continue
         if section is None or (key is not None and key.kind not in ("section",)):
             return None
@@ -130,12 +130,16 @@ def _one(annotation: Any, metadata: list[Any]) -> str:
         words = [show(value) for value in args]
         return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
     if origin is tuple:
+        filled = any(
+            getattr(part, "min_length", 0) for item in metadata for part in (item, *getattr(item, "metadata", ()))
+        )
+        end = ", not empty" if filled else ""
         if _is_section(args[0]):
-            return "a list of mappings"
+            return f"a list of mappings{end}"
         inner = describe(args[0])
         if len(args) == 2 and args[1] is not Ellipsis:
             return f"a list of two numbers, each {inner.removeprefix('a number ')}"
-        return f"a list of {'texts' if inner == 'text' else inner.replace('a whole number', 'whole numbers')}"
+        return f"a list of {'texts' if inner == 'text' else inner.replace('a whole number', 'whole numbers')}{end}"
     if origin is dict:
         return "a mapping of text to text" if describe(args[1]) == "text" else "a mapping"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import pytest
+
+from mpdist.errors import UsageError
+from mpdist.units import format_bytes, format_duration, parse_bytes, parse_duration
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("80GiB", 80 * 2**30),
+        ("80 gib", 80 * 2**30),
+        ("1.5TB", 15 * 10**11),
+        ("512MiB", 2**29),
+        ("7", 7),
+        (7, 7),
+        ("9B", 9),
+    ],
+)
+def test_bytes(text: str | int, count: int) -> None:
+    assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "80 apples", "-1GiB", "1e3", "80GiB!", "1,5GB"])
+def test_what_is_not_bytes_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_bytes(text)
+    assert "80GiB" in caught.value.do
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("10m", 600),
+        ("2h30m", 9000),
+        ("1.5h", 5400),
+        ("90s", 90),
+        ("250ms", 0.25),
+        ("1d", 86400),
+        (3, 3),
+        ("0.5", 0.5),
+        ("2h 30m", 9000),
+    ],
+)
+def test_durations(text: str | float, seconds: float) -> None:
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "m", "10 minutes", "30m2h", "-5s", -1, float("nan"), float("inf"), True, None])
+def test_what_is_not_a_duration_is_refused(text: object) -> None:
+    with pytest.raises(UsageError):
+        parse_duration(text)  # type: ignore[arg-type]
+
+
+def test_formats() -> None:
+    assert [format_bytes(n) for n in (0, 1023, 1536, 80 * 2**30, 2**41)] == [
+        "0 B",
+        "1023 B",
+        "1.50 KiB",
+        "80.00 GiB",
+        "2.00 TiB",
+    ]
+    assert [format_duration(s) for s in (4.25, 90.5, 9000, 90061)] == ["4.2s", "1m30s", "2h30m", "1d1h"]

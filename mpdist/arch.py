@@ -58,6 +58,7 @@ class Arch:
     tied: bool
     experts: int
     experts_per_token: int
+    buffer_bytes: int
     dtype: str | None
     source: str
     params: tuple[Param, ...]
@@ -216,6 +217,21 @@ def _params(family: Family, s: Shape, tied: bool) -> Iterator[Param]:
         yield Param(family.head, (s.vocab, s.hidden), "head", matmul=True)
 
 
+def _buffer_bytes(config: Mapping[str, Any], s: Shape) -> int:
+    """Rotary frequencies in FP32, kept twice for each kind of layer that has its own, and Gemma's embedding scale."""
+    if s.type == "gpt2":
+        return 0
+    rope = config.get("rope_parameters")
+    share = rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None
+    share = share or config.get("partial_rotary_factor") or config.get("rotary_pct")
+    share = share or (0.25 if s.type == "gpt_neox" else 1.0)
+    frequencies = (int(s.head_dim * share) + 1) // 2
+    kinds = 1
+    if s.type == "gemma3_text":  # every sixth layer sees the whole sequence, where the config does not list them
+        kinds = len(set(config.get("layer_types") or ("full" if (i + 1) % 6 == 0 else "near" for i in range(s.layers))))
+    return 2 * 4 * frequencies * kinds + (4 if s.type.startswith("gemma") else 0)
+
+
 def from_mapping(config: Mapping[str, Any], source: str, inline: bool = False) -> Arch | Unknown:
     """Shape from the content of a config.json. ``inline``: written by hand, so a near-miss of a key is an error.
 
@@ -246,6 +262,7 @@ def from_mapping(config: Mapping[str, Any], source: str, inline: bool = False) -
         tied=tied,
         experts=shape.experts,
         experts_per_token=shape.experts_per_token,
+        buffer_bytes=_buffer_bytes(config, shape),
         dtype=dtype if isinstance(dtype, str) else None,
         source=source,
         params=tuple(_params(family, shape, tied)),

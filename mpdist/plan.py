@@ -6,7 +6,6 @@ world it finds and refuses to go on if the two differ.
 
 from __future__ import annotations
 
-import glob
 import json
 import os
 from collections.abc import Callable
@@ -29,7 +28,6 @@ __all__ = [
     "Suggestion",
     "Traffic",
     "asked_of",
-    "gpus_here",
     "loss_chunk_rows",
     "make",
     "run",
@@ -91,6 +89,7 @@ class Plan:
         return {
             "ranks": a.ranks,
             "nodes": a.nodes,
+            "device": a.device,
             "model": self.model,
             "parameters": self.parameters,
             "trainable_parameters": self.trainable,
@@ -115,6 +114,13 @@ class Plan:
             "model_flops_per_token": self.flops_per_token,
             "loss_chunk_rows": self.loss_chunk_rows,
         }
+
+    def ledger(self) -> dict[str, dict[str, Any]]:
+        """What the measured ledger is held against: row -> bytes (at rest), peak, formula; row peak is the rank's."""
+        found = {r.row: {"bytes": r.rest_bytes, "peak": r.peak_bytes, "formula": r.formula} for r in self.rows}
+        if self.peak_bytes is not None:
+            found["peak"] = {"bytes": self.peak_bytes, "peak": self.peak_bytes, "formula": f"at {self.peak_moment}"}
+        return found
 
     def text(self) -> str:
         from mpdist.plan_text import text
@@ -306,22 +312,19 @@ def _span(cfg: Config) -> tuple[int | None, int | None, str]:
 # ----------------------------------------------------------------------------------------------- command
 
 
-def gpus_here() -> int:
-    """GPUs that a process started here would see, counted without a library: device files, or the visible list."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    present = sum(1 for path in glob.glob("/dev/nvidia*") if path.removeprefix("/dev/nvidia").isdecimal())
-    if visible is None or not present:
-        return present
-    return len([part for part in visible.split(",") if part.strip() and part.strip() != "-1"])
-
-
 def run(resolved: Resolved, *, ranks: int | None, nodes: int | None, memory_bytes: int | None, as_json: bool) -> int:
     """`mpdist plan`: prints the plan; status 3 where it does not fit. ranks: of one node; None as the config says."""
     cfg = resolved.config
-    if ranks is None:
-        ranks = cfg.launch.ranks if isinstance(cfg.launch.ranks, int) else max(1, gpus_here())
+    if ranks is None and isinstance(cfg.launch.ranks, int):
+        ranks = cfg.launch.ranks
+    elif ranks is None:
+        from mpdist.launch import visible_devices
+
+        ranks = 1 if cfg.launch.device == "cpu" else max(1, visible_devices(os.environ))
     shape = look(cfg.model.path, cfg.model.config, cfg.model.revision)
-    plan = make(cfg, shape, ranks, nodes or cfg.launch.nodes, memory_bytes, lambda name: resolved.origins[name])
+    plan = make(
+        cfg, shape, ranks, nodes or cfg.launch.nodes, memory_bytes, lambda name: resolved.origins.get(name, "config")
+    )
     print(json.dumps(plan.to_json(), indent=2) if as_json else plan.text())
     return DoesNotFit.status if plan.fits is False else 0
 

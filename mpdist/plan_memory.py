@@ -204,7 +204,8 @@ def _activations(asked: Asked, arch: Arch) -> tuple[int, int, str]:
     elif mode != "none":
         recomputed = -(-arch.layers // int(mode.split()[1])) if mode.startswith("every") else arch.layers
     norm = 8 if arch.model_type.startswith("gemma") else 4 + c
-    outside = norm * arch.hidden + 12 + 2 * c * arch.head_dim + (asked.seq_len if masked else 0)
+    # The last norm, the rotary tables, and ids, labels and positions in int64.
+    outside = norm * arch.hidden + 12 + 2 * c * arch.head_dim + 3 * 8 + (asked.seq_len if masked else 0)
     stored = tokens * ((arch.layers - recomputed) * whole + recomputed * kept + outside)
     wide = arch.intermediate * (arch.experts_per_token or 1)
     running = tokens * (c * (3 * wide + 2 * arch.hidden) + (max(whole - kept, 0) if recomputed else 0))
@@ -265,16 +266,12 @@ def _working(asked: Asked, s: _Sizes) -> tuple[int, int, str]:
         total = copies + s.working_frozen
         text = f"{c} B a trainable parameter" if copies else "none: masters compute"
         return total, total, text + (f" + {c} B a frozen one" if s.working_frozen else "")
+    frozen = f"; at rest {s.frozen} B of frozen shards" if s.frozen else ""
     if asked.stage == 2:
-        return 0, s.working_full, f"the whole model unsharded in forward and backward, {c} B each"
+        text = f"the whole model unsharded in forward and backward, {c} B each"
+        return s.frozen, s.frozen + s.working_full, text + frozen
     text = f"unsharded, {c} B a parameter: what is in no block, and the two largest blocks"
-    return 0, s.root + sum(s.largest), text
-
-
-def _buffers(asked: Asked, arch: Arch) -> int:
-    """Rotary frequencies in FP32, twice, and the micro-batch's ids, labels and positions in int64."""
-    frequencies = 0 if arch.model_type == "gpt2" else 4 * arch.head_dim
-    return frequencies + 3 * 8 * asked.micro * asked.seq_len
+    return s.frozen, s.frozen + s.root + sum(s.largest), text + frozen
 
 
 Moment = dict[str, int]  # row name -> bytes held at that moment, states and buffers left out
@@ -282,8 +279,9 @@ Moment = dict[str, int]  # row name -> bytes held at that moment, states and buf
 
 def _gradients(asked: Asked, s: _Sizes) -> tuple[int, int, int]:
     """(sharded bytes, those that are there when the last micro-batch starts, unsharded sums before it is reduced)."""
-    each = bytes_of(asked.compute) if asked.master == "compute" else 4
     sharded = asked.engine == "fsdp2"
+    # ddp adds up in FP32 whatever the masters are; fully_shard's gradients have the masters' dtype.
+    each = bytes_of(asked.compute) if asked.master == "compute" and sharded else 4
     wide = 4 * s.trainable_full if sharded and asked.when == "last" and asked.accumulation > 1 else 0
     # FSDP2 forgets gradients after a step and grows them in backward; ddp's buckets stay.
     early = each * s.trainable if not sharded or (asked.accumulation > 1 and not wide) else 0
@@ -334,16 +332,16 @@ def rows(asked: Asked, arch: Arch) -> tuple[list[Row], int, str]:
     """All rows, the rank's peak in bytes (rows on the host left out), and the moment of that peak."""
     s = _sizes(asked, arch)
     each = bytes_of(asked.compute) if asked.master == "compute" else 4
-    sharded = asked.engine == "fsdp2"
+    grads, _, wide = _gradients(asked, s)
     changing, texts = _moments(asked, arch, s)
     always = {
-        "parameters": each * s.trainable + (s.frozen if sharded else 0),
+        "parameters": each * s.trainable,
         "moments": 2 * each * s.trainable,
-        "buffers": _buffers(asked, arch),
+        "buffers": arch.buffer_bytes,
         "overhead": OVERHEAD[asked.device],
     }
     # Gradients count as a state: they are there whenever it matters, though an engine may free them between steps.
-    rest = always | {"working": _working(asked, s)[0], "gradients": each * s.trainable}
+    rest = always | {"working": _working(asked, s)[0], "gradients": grads}
     off = asked.offload == "all" and asked.device != "cpu"
     host = {"parameters", "gradients", "moments", "optimizer_temporaries"} if off else set()
     totals = {
@@ -352,13 +350,12 @@ def rows(asked: Asked, arch: Arch) -> tuple[list[Row], int, str]:
     }
     when = max(totals, key=lambda name: totals[name])
     share = f"{s.trainable_full} / {asked.shard_size} ranks" if asked.shard_size > 1 else f"{s.trainable_full}"
-    wide = _gradients(asked, s)[2]
+    unsharded = f" + 4 B x {s.trainable_full} until the last micro-batch" if wide else ""
     texts |= {
-        "parameters": f"{each} B x {share}" + (f" + {s.frozen} B frozen" if sharded and s.frozen else ""),
-        "gradients": f"{each} B x {share}"
-        + (f" + 4 B x {s.trainable_full} until the last micro-batch" if wide else ""),
+        "parameters": f"{each} B x {share}",
+        "gradients": f"{grads // s.trainable} B x {share}{unsharded}",
         "moments": f"2 x {each} B x {share}",
-        "buffers": "rotary frequencies, and the micro-batch's ids, labels and positions",
+        "buffers": "rotary frequencies in FP32",
         "overhead": "assumed: " + ("context, kernels, communicators" if asked.device == "cuda" else "libraries"),
     }
     out = []

@@ -29,6 +29,7 @@ def _shared(ranks: int) -> str:
 def _what(plan: Plan) -> list[str]:
     a, b = plan.asked, plan.batch
     world = f"{a.ranks} rank{'s' * (a.ranks != 1)} on {a.nodes} node{'s' * (a.nodes != 1)}"
+    world += f", {'CPUs' if a.device == 'cpu' else 'GPUs'}"
     shard = a.engine if a.engine == "ddp" else f"fsdp2 stage {a.stage}, " + _shared(a.shard_size)
     if a.replicas > 1:
         shard += f", {a.replicas} replicas"

@@ -75,6 +75,7 @@ def test_every_parameter_has_the_name_and_shape_that_transformers_gives_it(case:
     assert {p.name: p.shape for p in described.params} == truth
     assert described.total == sum(p.numel() for p in model.parameters())
     assert described.tied == (model.get_output_embeddings().weight is model.get_input_embeddings().weight)
+    assert described.buffer_bytes == sum(b.numel() * b.element_size() for b in model.buffers())
     groups = described.embedding + described.head + sum(described.blocks) + described.norms
     assert groups == described.total
 

@@ -120,7 +120,7 @@ def test_horizon(tmp_path: Path, overrides: tuple[str, ...], steps: int | None, 
         ({"compute": "bf16", "master": "compute"}, 8 / 8),
         ({"engine": "ddp", "stage": 0, "compute": "fp32"}, 16),
         ({"engine": "ddp", "stage": 0, "compute": "bf16"}, 18),
-        ({"engine": "ddp", "stage": 0, "compute": "bf16", "master": "compute"}, 8),
+        ({"engine": "ddp", "stage": 0, "compute": "bf16", "master": "compute"}, 10),  # FP32 sums of gradients
     ],
 )
 def test_states_are_sixteen_bytes_a_parameter_and_copies_are_rows_of_their_own(
@@ -141,7 +141,8 @@ def test_frozen_parameters_hold_no_master_gradient_or_moment() -> None:
     count = shape().total - shape().embedding
     assert row(asked(freeze=freeze), "moments").rest_bytes == 8 * count // 8
     assert row(asked(freeze=freeze), "gradients").rest_bytes == 4 * count // 8
-    assert row(asked(freeze=freeze), "parameters").rest_bytes == (4 * count + 2 * shape().embedding) // 8
+    assert row(asked(freeze=freeze), "parameters").rest_bytes == 4 * count // 8
+    assert row(asked(freeze=freeze), "working").rest_bytes == 2 * shape().embedding // 8
     replicated = asked(freeze=freeze, engine="ddp", stage=0)
     assert row(replicated, "working").rest_bytes == 2 * shape().total
 
@@ -293,6 +294,14 @@ def test_json_has_the_contracts_keys(tmp_path: Path) -> None:
     assert data["states_bytes_per_rank"] == 2 * 8_030_261_248
     assert all({"row", "rest_bytes", "peak_bytes", "formula"} <= set(r) for r in data["rows"])
     assert set(data["batch"]) == {"micro", "accumulation", "ranks", "global", "tokens_per_step"}
+
+
+def test_the_ledger_is_held_against_rows_and_the_peak(tmp_path: Path) -> None:
+    found = made(tmp_path)
+    planned = found.ledger()
+    assert planned["moments"]["bytes"] == 8 * 8_030_261_248 // 8
+    assert planned["peak"]["peak"] == found.peak_bytes
+    assert planned["peak"]["formula"] == f"at {found.peak_moment}"
 
 
 def test_a_position_table_that_ends_is_a_refusal(tmp_path: Path) -> None:

@@ -1,0 +1,460 @@
+"""Tracking never stops, blocks or delays a run: W&B offline, online, missing, dying, hanging and raising."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from wandb_server import WandbServer, read_offline
+
+from mpdist import track
+from mpdist.lines import read_lines
+from mpdist.record import RunDir
+from mpdist.track import Progress, Tracker, figures_of, strictest
+
+CLOSED = "http://127.0.0.1:9"  # nobody listens on the discard port of loopback
+
+
+@pytest.fixture(autouse=True)
+def _quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("WANDB_") or name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    monkeypatch.setenv("WANDB_BASE_URL", CLOSED)
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[WandbServer]:
+    with WandbServer() as started:
+        monkeypatch.setenv("WANDB_BASE_URL", started.url)
+        yield started
+
+
+class Timed:
+    """`with Timed(5):` fails if its body takes longer."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+
+    def __enter__(self) -> None:
+        self.begin = time.monotonic()
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        took = time.monotonic() - self.begin
+        assert kind or took < self.limit_s, f"took {took:.1f} s of at most {self.limit_s} s"
+
+
+def row(step: int, kind: str = "train", **more: Any) -> dict[str, Any]:
+    axes = {"train/label_tokens": step * 10, "time/train_s": step * 0.5}
+    return {"kind": kind, "step": step, "attempt": step, "session": 1, **axes, f"{kind}/loss": 1.0 / step, **more}
+
+
+def start(path: Path, mode: str, warnings: list[str], **more: Any) -> Tracker:
+    return Tracker(mode, "project", "name", path, warn=warnings.append, **more)
+
+
+def offline_runs(path: Path) -> list[Path]:
+    return sorted(path.glob("wandb/offline-run-*"))
+
+
+def await_online(tracker: Tracker) -> None:
+    deadline = time.monotonic() + 30
+    while tracker.state == "starting" and time.monotonic() < deadline:
+        time.sleep(0.02)
+        tracker._exchange(0.0)
+    assert tracker.state == "online"
+
+
+# -- offline -------------------------------------------------------------------------------------------------------
+
+
+def test_c100_one_run_from_one_rank(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    ranks = [start(tmp_path, "offline", warnings, rank=rank) for rank in (0, 1)]
+    for tracker in ranks:
+        tracker.log(row(1))
+    with Timed(20):
+        for tracker in ranks:
+            tracker.finish(0)
+    assert len(offline_runs(tmp_path)) == 1
+    assert warnings == []
+    assert ranks[1].id is None
+
+
+def test_an_offline_run_read_back(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    secret = "hf_" + "x1" * 15
+    config = {"optim": {"lr": 1e-4}, "hub": {"token": "abc"}, "path": f"https://me:{secret}@host/x"}
+    tracker = start(tmp_path, "offline", warnings, run_id="abc123", config=config)
+    for step in range(1, 21):
+        tracker.log(row(step))
+    tracker.log(row(20, "eval", **{"eval/perplexity": 2.0}))
+    tracker.finish(0)
+    assert warnings == []
+    assert tracker.state == "finished"
+    assert tracker.url is None
+    (folder,) = offline_runs(tmp_path)
+    found = read_offline(folder)
+    assert found["run"] == {"id": "abc123", "name": "name", "project": "project"}
+    assert found["exit"] == 0
+    assert [r["step"] for r in found["history"]] == [*range(1, 21), 20]
+    assert found["history"][-1]["eval/perplexity"] == 2.0
+    assert found["config"]["optim"] == {"lr": 1e-4}
+    assert found["config"]["hub"] == {"token": "***"}
+    assert secret not in json.dumps(found)
+
+
+def test_charts_can_be_drawn_over_steps_tokens_and_seconds(tmp_path: Path) -> None:
+    tracker = start(tmp_path, "offline", [])
+    tracker.log(row(1))
+    tracker.log(row(1, "eval"))
+    tracker.finish(0)
+    found = read_offline(offline_runs(tmp_path)[0])
+    axes = found["axes"]
+    assert {"step", "train/label_tokens", "time/train_s"} <= set(axes)
+    assert axes["train/*"] == axes["eval/*"] == axes["scale/*"] == "step"
+    assert axes["over_tokens/*"] == "train/label_tokens"
+    assert axes["over_seconds/*"] == "time/train_s"
+    for kind, logged in zip(("train", "eval"), found["history"], strict=True):
+        assert {"step", "train/label_tokens", "time/train_s"} <= set(logged)
+        assert logged[f"over_tokens/{kind}/loss"] == logged[f"over_seconds/{kind}/loss"] == logged[f"{kind}/loss"] == 1
+
+
+def test_c124_a_nan_reaches_the_chart_as_nan(tmp_path: Path) -> None:
+    tracker = start(tmp_path, "offline", [])
+    tracker.log(row(1))
+    tracker.log(row(2, **{"train/loss": math.nan, "train/grad_norm": "inf"}))
+    tracker.finish(5)
+    found = read_offline(offline_runs(tmp_path)[0])
+    assert math.isnan(found["history"][1]["train/loss"])
+    assert found["history"][1]["train/grad_norm"] == math.inf
+    assert found["exit"] == 5
+
+
+def test_a_preempted_run_is_resumed_under_its_id(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    ids = []
+    for exit in (75, 0):
+        tracker = start(tmp_path, "offline", warnings)
+        tracker.log(row(1))
+        tracker.finish(exit)
+        ids.append(tracker.id)
+    assert ids[0] == ids[1] == (tmp_path / "wandb/id").read_text().strip()
+    assert [read_offline(folder)["run"]["id"] for folder in offline_runs(tmp_path)] == ids
+    assert warnings == []
+
+
+def test_rows_survive_the_death_of_the_trainer(tmp_path: Path) -> None:
+    code = """
+import os, sys, time
+from mpdist.track import Tracker
+tracker = Tracker("offline", "p", "n", sys.argv[1])
+for step in range(1, 51):
+    tracker.log({"kind": "train", "step": step, "train/loss": 1.0})
+while tracker.state == "starting":
+    time.sleep(0.02)
+    tracker.log({"kind": "train", "step": 51, "train/loss": 1.0})
+os.kill(os.getpid(), 9)
+"""
+    child = subprocess.run([sys.executable, "-c", code, str(tmp_path)])
+    assert child.returncode == -signal.SIGKILL
+    deadline = time.monotonic() + 10
+    found: dict[str, Any] = {"exit": None}
+    while found["exit"] is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+        found = read_offline(offline_runs(tmp_path)[0])
+    assert found["exit"] == 1
+    assert [r["step"] for r in found["history"]][:50] == list(range(1, 51))
+
+
+# -- online --------------------------------------------------------------------------------------------------------
+
+
+def test_online_and_resumed_it_is_one_run(tmp_path: Path, server: WandbServer) -> None:
+    warnings: list[str] = []
+    with Timed(40):
+        for first in (1, 6):
+            tracker = start(tmp_path, "online", warnings)
+            for step in range(first, first + 5):
+                tracker.log(row(step))
+            tracker.finish(0)
+            assert tracker.state == "finished"
+            assert tracker.url
+            assert tracker.id in tracker.url
+    assert warnings == []
+    (name,) = server.runs
+    assert name == tracker.id
+    assert server.runs[name]["exit"] == 0
+    assert [r["step"] for r in server.runs[name]["history"]] == list(range(1, 11))
+
+
+def test_c102_a_server_that_dies_stops_and_delays_nothing(tmp_path: Path, server: WandbServer) -> None:
+    warnings: list[str] = []
+    tracker = start(tmp_path, "online", warnings, finish_s=4.0)
+    tracker.log(row(1))
+    await_online(tracker)
+    server.die()
+    with Timed(0.5):
+        for step in range(2, 200):
+            tracker.log(row(step))
+    with Timed(6):
+        tracker.finish(0)
+    assert len(warnings) == 1
+    assert "in time" in warnings[0]
+    assert "wandb sync" in warnings[0]
+    (folder,) = tmp_path.glob("wandb/run-*")
+    assert len(read_offline(folder)["history"]) == 199, "all is on the disk, to be synced later"
+
+
+@pytest.mark.parametrize("manner", ["closed", "proxy", "503", "401", "mute"])
+def test_c102_without_a_server_the_run_goes_on_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, manner: str
+) -> None:
+    warnings: list[str] = []
+    with WandbServer(manner if manner in ("503", "401", "mute") else "well") as server:
+        if manner in ("503", "401", "mute"):
+            monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        if manner == "proxy":
+            monkeypatch.delenv("WANDB_BASE_URL")
+            for name in ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"):
+                monkeypatch.setenv(name, CLOSED)
+        run = RunDir(tmp_path)
+        with Timed(0.5):
+            tracker = start(tmp_path, "online", warnings)
+            for step in range(1, 6):
+                run.metrics(row(step))
+                tracker.log(row(step))
+        with Timed(15):
+            tracker.finish(0)
+    assert len(warnings) == 1
+    assert "offline for this session" in warnings[0]
+    assert len(read_lines(run.metrics_path)) == 5
+    (folder,) = offline_runs(tmp_path)
+    found = read_offline(folder)
+    assert len(found["history"]) == 5
+    assert found["exit"] == 0
+    assert found["run"]["id"] == tracker.id
+
+
+def test_without_a_key_nobody_is_asked_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: WandbServer
+) -> None:
+    monkeypatch.delenv("WANDB_API_KEY")
+    warnings: list[str] = []
+    with Timed(15):
+        tracker = start(tmp_path, "online", warnings)
+        tracker.log(row(1))
+        tracker.finish(0)
+    assert len(warnings) == 1
+    assert "API key" in warnings[0]
+    assert len(offline_runs(tmp_path)) == 1
+    assert server.runs == {}
+
+
+# -- a tracker that misbehaves -------------------------------------------------------------------------------------
+
+_STUB = """
+import json, time
+class Settings:
+    model_fields = {}
+    def __init__(self, **given): pass
+    base_url = "http://127.0.0.1:9"
+class Run:
+    dir, url, calls = ".", None, 0
+    def define_metric(self, *a, **k): pass
+    def mark_preempting(self): pass
+    def finish(self, exit_code=0): FINISH
+    def log(self, row):
+        Run.calls += 1
+        LOG
+def setup(settings=None): return type("S", (), {"settings": Settings})
+def init(**given): INIT; return Run()
+def teardown(): pass
+def login(prompt=True): return True
+"""
+
+
+def stub(folder: Path, monkeypatch: pytest.MonkeyPatch, **bodies: str) -> None:
+    text = _STUB
+    for part in ("INIT", "LOG", "FINISH"):
+        text = text.replace(part, bodies.get(part.lower(), "pass"))
+    (folder / "stub").mkdir()
+    (folder / "stub/wandb.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(folder / "stub"))
+
+
+@pytest.mark.parametrize(
+    "log",
+    ["if Run.calls == 3: raise RuntimeError('boom')", "if Run.calls == 3: raise SystemExit", "import os; os._exit(3)"],
+)
+def test_c102_a_tracker_that_raises_is_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: str) -> None:
+    stub(tmp_path, monkeypatch, log=log)
+    warnings: list[str] = []
+    tracker = start(tmp_path, "offline", warnings)
+    deadline = time.monotonic() + 10
+    while tracker.state != "off" and time.monotonic() < deadline:
+        tracker.log(row(1))
+        time.sleep(0.01)
+    assert tracker.state == "off"
+    for step in range(1, 50):
+        tracker.log(row(step))
+    with Timed(2):
+        tracker.finish(0)
+        tracker.finish(0)
+    assert len(warnings) == 1
+    assert "off for the rest of the run" in warnings[0]
+
+
+@pytest.mark.parametrize("init", ["raise RuntimeError('boom')", "raise SystemExit(1)", "import os; os._exit(3)"])
+def test_c102_a_tracker_that_cannot_start_is_switched_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, init: str
+) -> None:
+    stub(tmp_path, monkeypatch, init=init)
+    warnings: list[str] = []
+    tracker = start(tmp_path, "offline", warnings)
+    tracker.log(row(1))
+    with Timed(10):
+        tracker.finish(0)
+    assert len(warnings) == 1
+    assert tracker.state == "off"
+
+
+@pytest.mark.parametrize("where", ["init", "log", "finish"])
+def test_c102_a_tracker_that_hangs_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    stub(tmp_path, monkeypatch, **{where: "time.sleep(1000)"})
+    monkeypatch.setattr(track, "BUFFER_BYTES", 50_000)
+    warnings: list[str] = []
+    tracker = start(tmp_path, "offline", warnings, finish_s=1.5)
+    assert tracker._process is not None
+    pid = tracker._process.pid
+    with Timed(1.0):
+        for step in range(1, 2001):
+            tracker.log(row(step))
+    with Timed(4):
+        tracker.finish(0)
+    assert "left behind" in warnings[0]
+    assert 0 < tracker.dropped < 2000 or where == "finish"
+    assert warnings[1:] == [w for w in warnings if w.startswith(f"{tracker.dropped} rows did not reach W&B")]
+    assert len(warnings) == (2 if tracker.dropped else 1)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_a_config_that_json_cannot_hold_is_shown_as_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub(tmp_path, monkeypatch)
+    warnings: list[str] = []
+    tracker = start(tmp_path, "offline", warnings, config={"path": tmp_path, "set": {1}})
+    tracker.finish(0)
+    assert warnings == []
+    assert tracker.state == "finished"
+
+
+# -- modes ---------------------------------------------------------------------------------------------------------
+
+
+def test_disabled_does_nothing_and_imports_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(track, "_spawn", pytest.fail)
+    tracker = Tracker("disabled", "p", "n", tmp_path)
+    tracker.log(row(1))
+    tracker.finish(0)
+    assert list(tmp_path.iterdir()) == []
+    assert tracker.id is None
+    code = "import sys, mpdist.track; sys.exit('wandb' in sys.modules or 'torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("mode", "wish", "result"),
+    [
+        ("online", None, "online"), ("online", "offline", "offline"), ("online", "disabled", "disabled"),
+        ("offline", "online", "offline"), ("disabled", "online", "disabled"), ("disabled", "offline", "disabled"),
+        ("online", "dryrun", "offline"), ("offline", "nonsense", "offline"), ("offline", "", "offline"),
+    ],
+)  # fmt: skip
+def test_the_environment_can_only_be_stricter(mode: str, wish: str | None, result: str) -> None:
+    assert strictest(mode, {} if wish is None else {"WANDB_MODE": wish}) == result
+
+
+def test_offline_by_the_environment_asks_no_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: WandbServer
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    tracker = start(tmp_path, "online", [])
+    tracker.log(row(1))
+    tracker.finish(0)
+    assert server.requests == 0
+    assert len(offline_runs(tmp_path)) == 1
+
+
+# -- progress ------------------------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+FIGURES = {"train/lr": 1e-4, "train/grad_norm": 0.5, "speed/tokens_per_s": 12345.6}
+
+
+def test_plain_lines_where_there_is_no_terminal() -> None:
+    out = io.StringIO()
+    progress = Progress(100, out)
+    progress.tick(1)
+    progress.row(row(2, **FIGURES))
+    progress.row(row(4, **FIGURES, **{"scale/value": 65536.0, "scale/skipped": 2}))
+    progress.row(row(4, "eval", **{"eval/perplexity": 1.284}))
+    progress.close()
+    assert out.getvalue().splitlines() == [
+        "step   2/100  loss 0.5000  lr 1.00e-04  norm 0.5  tok/s 12,346",
+        "step   4/100  loss 0.2500  lr 1.00e-04  norm 0.5  tok/s 12,346  scale 65536  skipped 2",
+        "step   4/100  eval loss 0.2500  perplexity 1.28",
+    ]
+
+
+def test_one_live_line_on_a_terminal() -> None:
+    out = Terminal()
+    progress = Progress(10, out, start=4)
+    progress.tick(5)
+    progress.tick(6)
+    assert out.getvalue().count("\r") == 1, "at most ten redraws a second"
+    progress.row(row(6, **FIGURES))
+    progress.say("saved")
+    progress.row(row(8, **FIGURES))
+    progress.close()
+    text = out.getvalue()
+    assert text.count("\n") == 2
+    assert "saved\n" in text
+    assert text.endswith("\n")
+    assert "step  8/10 [################....]" in text
+    assert "left" in text
+
+
+def test_nan_and_unknown_totals_are_shown() -> None:
+    assert figures_of({"kind": "train", "train/loss": math.nan, "train/grad_norm": "inf"}) == "loss nan  norm inf"
+    out = io.StringIO()
+    Progress(None, out).row(row(3))
+    assert out.getvalue() == "step 3  loss 0.3333\n"
+
+
+def test_a_terminal_that_went_away_does_not_end_a_run() -> None:
+    class Gone(Terminal):
+        def write(self, _: str) -> int:
+            raise OSError(5, "Input/output error")
+
+    progress = Progress(10, Gone())
+    progress.row(row(1))
+    progress.tick(2)
+    progress.close()

@@ -115,7 +115,7 @@ def _plan(argv: Sequence[str]) -> int:
         "plan",
         "What follows from a configuration, without a GPU and without torch: bytes a rank by tensor class, the batch\n"
         "arithmetic, the traffic, and whether it fits. Exit status 3 if it does not.",
-        f"example:\n  mpdist plan configs/llama31_8b.yaml --ranks 8 --memory 80GiB\n\n{_OVERRIDES}",
+        f"example:\n  mpdist plan configs/llama31_8b_1node.yaml --memory 80GiB\n\n{_OVERRIDES}",
     )
     _with_config(parser)
     _with_world(parser)

@@ -39,9 +39,9 @@ def _worker(arguments: list[str]) -> int:
         # Every rank reads the same file; one full message is enough.
         print(f"rank {me.rank}: the configuration is refused, rank 0 says why", file=sys.stderr)
         return error.status
-    from mpdist import train
+    from mpdist import worker
 
-    return train.main(resolved, me)
+    return worker.main(resolved, me)
 
 
 if __name__ == "__main__":

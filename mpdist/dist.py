@@ -10,16 +10,19 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .errors import MachineError
+from .errors import MachineError, MpdistError
 from .world import World
 
+_T = TypeVar("_T")
 _KEY = "mpdist/present/{}"
 
 
@@ -80,6 +83,35 @@ def stop() -> None:
     if dist.is_initialized():
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()
+
+
+def on_first(act: Callable[[], _T]) -> _T:
+    """Collective. Rank 0 acts; all ranks get its result or raise its error."""
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = act()
+        except MpdistError as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]  # type: ignore[no-any-return]
+
+
+def together(act: Callable[[], _T]) -> list[_T]:
+    """Collective. Every rank acts; all get all results, or raise the error of the lowest rank that failed."""
+    outcome: tuple[Any, MpdistError | None] = None, None
+    try:
+        outcome = act(), None
+    except MpdistError as error:
+        outcome = None, error
+    results: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(results, outcome)
+    for _, error in results:
+        if error is not None:
+            raise error
+    return [value for value, _ in results]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Rehearsed faults: what a run does when a rank overflows, dies, hangs, is stopped or finds the disk full.
 
-Attempts and saves count from 1 over the whole run, resumes included. Each fault says in an event that it fired
-before it strikes, so that a resumed run does not meet it again.
+Attempts and saves count from 1 over the whole run, resumes included. A fault of the process says in an event that it
+fired before it strikes, so that a resumed run does not meet it again. A fault of the numbers belongs to its attempt: where
+a resume makes that attempt again it strikes again, else the run would not go on as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -19,11 +20,15 @@ class Drill:
     rehearsed, as `name@number`. record(name, number, rank) writes the event; only the rank that is struck calls it."""
 
     def __init__(
-        self, plan: Mapping[str, Mapping[str, Any]], rank: int, fired: Iterable[str], record: Callable[[str, int, int], None]
+        self,
+        plan: Mapping[str, Mapping[str, Any]],
+        rank: int,
+        fired: Iterable[str],
+        record: Callable[[str, int, int], None],
     ) -> None:
         self._plan = {name: values for name, values in plan.items() if values}
         self._rank, self._record = rank, record
-        self._fired = set(fired)
+        self._fired = {name for name in fired if "@" not in name}
 
     def __bool__(self) -> bool:
         return bool(self._plan)

@@ -17,6 +17,15 @@ these classes; anything else that escapes is a bug and ends in a traceback with 
 
 from __future__ import annotations
 
+from typing import Any
+
+
+def _rebuild(kind: type[MpdistError], args: tuple[Any, ...], values: dict[str, Any]) -> MpdistError:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(values)
+    return error
+
 
 class MpdistError(Exception):
     """Base of all expected endings. ``str()`` gives the three parts, one a line."""
@@ -26,6 +35,10 @@ class MpdistError(Exception):
     def __init__(self, what: str, why: str = "", do: str = "") -> None:
         super().__init__(what)
         self.what, self.why, self.do = what, why, do
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Errors travel between ranks whole; the default would call __init__ with what alone.
+        return _rebuild, (type(self), self.args, self.__dict__)
 
     def __str__(self) -> str:
         lines = [self.what]

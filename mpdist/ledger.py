@@ -41,7 +41,9 @@ def measure(
     for name, tensors in classes.items():
         for dtype, (elements, count) in sorted(_by_dtype(tensors).items()):
             rows.append({"row": name, "rank": rank, "dtype": dtype, "elements": elements, "measured_bytes": count})
-    rows.append({"row": "peak", "rank": rank, "dtype": None, "elements": None, "measured_bytes": peak_bytes(masters)[0]})
+    rows.append(
+        {"row": "peak", "rank": rank, "dtype": None, "elements": None, "measured_bytes": peak_bytes(masters)[0]}
+    )
     return rows
 
 

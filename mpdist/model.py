@@ -54,7 +54,9 @@ def read_config(source: Source) -> Any:
         try:
             return AutoConfig.for_model(kind, **values)
         except (ValueError, TypeError, KeyError) as error:
-            raise UsageError(f"model.config: transformers refuses it: {_first(error)}", "", "correct the values") from error
+            raise UsageError(
+                f"model.config: transformers refuses it: {_first(error)}", "", "correct the values"
+            ) from error
     assert source.path is not None
     folder = Path(source.path)
     if folder.suffix == ".gguf" or (folder.is_dir() and not (folder / "config.json").exists()):
@@ -225,9 +227,18 @@ def tied_names(model: nn.Module) -> set[str]:
     return {name for name, p in model.named_parameters(remove_duplicate=False) if first[id(p)] != name}
 
 
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers that belong to the state dict; the others are made from the config."""
+    for prefix, owner in module.named_modules():
+        for key, buffer in owner._buffers.items():
+            if buffer is not None and key not in owner._non_persistent_buffers_set:
+                yield (f"{prefix}.{key}" if prefix else key), buffer
+
+
 def open_weights(source: Source, config: Any, model: nn.Module, device: torch.device) -> tuple[Read, str, list[str]]:
     """(read, how, names that the source lacks). Collective where rank 0 builds the model (see the module's docstring)."""
     wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    wanted |= {name: tuple(b.shape) for name, b in persistent_buffers(model)}
     if source.path is not None:
         files = _safetensors(source)
         if files is not None and _fits(files, wanted, model):
@@ -324,7 +335,9 @@ def _build_whole(source: Source, config: Any) -> nn.Module:
 
 def _from_rank_zero(whole: nn.Module | None, wanted: dict[str, tuple[int, ...]], device: torch.device) -> Read:
     """Collective reads, one tensor after another; a digest of names, shapes and dtypes is compared first."""
-    held = dict(whole.named_parameters()) if whole is not None else {}
+    held: dict[str, Tensor] = {}
+    if whole is not None:
+        held = {**dict(whole.named_parameters()), **dict(persistent_buffers(whole))}
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return lambda name, start, stop: held[name].detach()[start:stop] if held[name].dim() else held[name].detach()
     listing: list[Any] = [[(n, tuple(p.shape), str(p.dtype)) for n, p in held.items()]]

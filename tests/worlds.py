@@ -38,7 +38,9 @@ def run(function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 1
         for rank in range(ranks):
             ours, theirs = _context.Pipe(duplex=False)
             process = _context.Process(
-                target=_main, args=(function, rank, ranks, f"{folder}/store", theirs, timeout, args, kwargs), daemon=True
+                target=_main,
+                args=(function, rank, ranks, f"{folder}/store", theirs, timeout, args, kwargs),
+                daemon=True,
             )
             process.start()
             theirs.close()

@@ -63,6 +63,8 @@ class Engine(Protocol):
     def refresh(self) -> None:
         """After the optimizer moved the masters: brings the working copies up to date."""
 
+    def leaves(self) -> dict[str, set[int]]:
+        """Trainable name -> id() of the tensors that autograd sees in its place. After a forward."""
+
     def dtensor(self, part: Part, local: torch.Tensor) -> Any:
         """`local`, laid out as the part, in the form that torch.distributed.checkpoint saves and loads."""
-

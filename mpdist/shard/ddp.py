@@ -217,6 +217,9 @@ class Ddp:
         if self._copied:
             torch._foreach_copy_([work for _, work in self._copied], [master for master, _ in self._copied])
 
+    def leaves(self) -> dict[str, set[int]]:
+        return {part.name: {id(self._working[part.name])} for part in self._trainable}
+
     def dtensor(self, part: Part, local: torch.Tensor) -> torch.Tensor:
         return local
 

@@ -7,6 +7,7 @@ after the scatter, so both legs obey the same wire and sum dtypes, and nothing i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -131,16 +132,25 @@ class Fsdp2:
         if last and not first and not self.every:
             self._widen()
 
-    def _widen(self) -> None:
-        """A parameter that the window's last micro-batch is the first to use must meet the others in FP32."""
+    def _params(self) -> Iterator[Any]:
+        """FSDP2's own records of the trainable parameters that were gathered at least once."""
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 for group in module._get_fsdp_state()._fsdp_param_groups:
                     for param in group.fsdp_params:
-                        waiting = hasattr(param, "_unsharded_param") and param.sharded_param.requires_grad
-                        if waiting and param.reduce_dtype and param.unsharded_accumulated_grad is None:
-                            like = param._unsharded_param
-                            param.unsharded_accumulated_grad = torch.zeros_like(like, dtype=torch.float32)
+                        if param.sharded_param.requires_grad and hasattr(param, "_unsharded_param"):
+                            yield param
+
+    def _widen(self) -> None:
+        """A parameter that the window's last micro-batch is the first to use must meet the others in FP32."""
+        for param in self._params():
+            if param.reduce_dtype and param.unsharded_accumulated_grad is None:
+                param.unsharded_accumulated_grad = torch.zeros_like(param._unsharded_param, dtype=torch.float32)
+
+    def leaves(self) -> dict[str, set[int]]:
+        seen = {id(param.sharded_param): id(param._unsharded_param) for param in self._params()}
+        names = [part.name for part in self.parts if part.trainable]
+        return {n: {seen.get(id(p), 0)} for n, p in zip(names, self._sharded, strict=True)}
 
     def after_backward(self, last: bool) -> None:
         """FSDP2 has reduced in backward."""

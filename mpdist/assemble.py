@@ -1,0 +1,264 @@
+"""A configuration and a world become the parts that train: the only place where config values turn into objects."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from . import arch, formats, model, plan, precision
+from .config import Config, Resolved
+from .data import Order, Rows, load_tokenizer, open_rows
+from .data.command import from_config
+from .dist import build_mesh
+from .errors import MachineError, MpdistError, UsageError
+from .feed import Feed
+from .optim import Optimizer, schedule
+from .plan_memory import loss_chunk_rows
+from .reduce import Wire
+from .shard import Engine
+from .shard.ddp import Ddp
+from .shard.fsdp2 import Fsdp2
+from .world import World
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Parts:
+    """All that a run trains with. lr(step): of the step about to be made. steps, windows, tokens, seconds: the budget;
+    exactly one is set. flops: of one real token, None where the architecture is unknown."""
+
+    module: nn.Module
+    engine: Engine
+    wire: Wire
+    optimizer: Optimizer
+    window: precision.Window
+    feed: Feed
+    eval_feed: Feed | None
+    eval_rows: int
+    lr: Callable[[int], float]
+    horizon: int | None
+    steps: int | None
+    windows: int | None
+    tokens: int | None
+    seconds: float | None
+    source: model.Source
+    source_config: Any
+    flops: float | None
+    peak_flops: float | None
+    facts: dict[str, Any]
+
+
+def switches(cfg: Config, device: torch.device) -> None:
+    """Process-wide settings of torch that the config decides."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(cfg.deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined] # a pass over each new tensor
+    torch.backends.cudnn.benchmark = not cfg.deterministic
+    torch.set_float32_matmul_precision("high" if cfg.precision.tf32 else "highest")
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local))
+
+
+def worlds_plan(resolved: Resolved, world: World, device: torch.device) -> plan.Plan:
+    """The plan, made again from the world that is really there."""
+    cfg = resolved.config
+    shape = arch.look(cfg.model.path, cfg.model.config, cfg.model.revision)
+    return plan.make(cfg, shape, world.local_ranks, world.nodes, device=device.type,
+                     origin=lambda key: resolved.origins.get(key, "config"))  # fmt: skip
+
+
+def assemble(resolved: Resolved, world: World, device: torch.device, say: Say) -> Parts:
+    """Collective. Prepares data, builds, shards and fills the model. Raises MpdistError alike on all ranks."""
+    cfg = resolved.config
+    folders = from_config(cfg, say if world.is_first else _silent)
+    rows = open_rows(folders[0])
+    source = model.Source(cfg.model.path, dict(cfg.model.config) if cfg.model.config is not None else None, cfg.seed,
+                          cfg.model.revision, cfg.model.trust_remote_code)  # fmt: skip
+    config = model.read_config(source)
+    built = model.build(config, cfg.model.attention, cfg.model.trust_remote_code)
+    _check_attention(built, rows, cfg)
+    model.freeze(built, list(cfg.model.freeze))
+    blocks = model.find_blocks(built)
+    model.checkpoint_blocks(blocks, cfg.memory.checkpointing)
+    if cfg.model.compile == "blocks":
+        model.compile_blocks(blocks)
+    vocab = built.get_input_embeddings().weight.shape[0]  # type: ignore[operator, union-attr]
+    _check_ids(rows, vocab, cfg)
+    way = model.give_loss(built, loss_chunk_rows(vocab, cfg.batch.micro * cfg.data.seq_len, cfg.memory.loss_chunk))
+    policy = _policy(cfg)
+    wire, engine = _engine(cfg, built, blocks, policy, world, device)
+    read, how, _ = model.open_weights(source, config, built, device)
+    engine.load(read)
+    for name, buffer in model.persistent_buffers(built):
+        buffer.copy_(read(name, 0, buffer.shape[0] if buffer.dim() else 1))
+    _check_masters(engine, policy, cfg)
+    optimizer = Optimizer(engine.parts, betas=tuple(cfg.optim.betas), eps=cfg.optim.eps, weight_decay=cfg.optim.weight_decay,
+                          decay=cfg.optim.decay, fused=True if cfg.optim.fused == "auto" else cfg.optim.fused)  # fmt: skip
+    order = Order(rows, cfg.batch.global_, cfg.seed, cfg.data.shuffle, cfg.data.last_window)
+    ranks = {"micro": cfg.batch.micro, "ranks": world.ranks, "rank": world.rank, "device": device}
+    eval_rows = open_rows(folders[1]) if folders[1] else None
+    eval_order = Order(eval_rows, cfg.batch.micro * world.ranks, 0, shuffle=False) if eval_rows is not None else None
+    span = _span(cfg, rows, order)
+    shape = arch.look(cfg.model.path, cfg.model.config, cfg.model.revision)
+    flops = arch.model_flops_per_token(shape, cfg.data.seq_len) if isinstance(shape, arch.Arch) else None
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    facts = {
+        "device": name, "backend": dist.get_backend(), "threads": torch.get_num_threads(), "loss": way, "weights": how,
+        "attention": getattr(built.config, "_attn_implementation", None), "data": {"train": rows.digest, "eval": eval_rows.digest if eval_rows else None},
+        "rows": len(rows), "scale": _scale_facts(cfg), "tf32": cfg.precision.tf32, "deterministic": cfg.deterministic,
+        "model_flops_per_token": flops, "peak_flops": formats.peak_flops(name, cfg.precision.compute, cfg.precision.tf32),
+    }  # fmt: skip
+    return Parts(
+        module=engine.module, engine=engine, wire=wire, optimizer=optimizer, window=_window(cfg),
+        feed=Feed(rows, order, **ranks), eval_feed=Feed(eval_rows, eval_order, **ranks) if eval_rows is not None and eval_order else None,
+        eval_rows=min(cfg.eval.rows, len(eval_rows)) if eval_rows is not None else 0,
+        lr=schedule(cfg.optim.schedule, cfg.optim.lr, _warmup(cfg, span["horizon"]), span["horizon"]),
+        source=source, source_config=config, flops=flops, peak_flops=facts["peak_flops"], facts=facts, **span,
+    )  # fmt: skip
+
+
+def _silent(_: str) -> None:
+    return None
+
+
+def _policy(cfg: Config) -> precision.Policy:
+    compute = precision.DTYPES[cfg.precision.compute]
+    master = torch.float32 if cfg.precision.master == "fp32" else compute
+    return precision.Policy(compute, master, tuple(cfg.precision.keep_fp32))
+
+
+def _engine(
+    cfg: Config, built: nn.Module, blocks: list[nn.Module], policy: precision.Policy, world: World, device: torch.device
+) -> tuple[Wire, Engine]:
+    sharded = cfg.shard.engine == "fsdp2"
+    if policy.keep_fp32 and not precision.kept_modules(built, policy):
+        raise UsageError(f"precision.keep_fp32 = {list(policy.keep_fp32)} matches no module",
+                         f"modules are named like {[n for n, _ in built.named_modules()][3]}", "use shell wildcards")  # fmt: skip
+    mesh = build_mesh(device.type, world.ranks // cfg.shard.replicas if sharded else 1, world.local_ranks, sharded)
+    wire = Wire(mesh, precision.DTYPES[cfg.reduce.wire], cfg.reduce.sum == "fp32")
+    _probe(wire, device)
+    every = cfg.reduce.when == "every"
+    if not sharded:
+        return wire, Ddp(built, policy=policy, wire=wire, device=device, every=every, ranks=world.ranks)
+    return wire, Fsdp2(built, blocks, policy=policy, wire=wire, device=device, stage=cfg.shard.stage, every=every,
+                       offload=cfg.shard.offload == "all")  # fmt: skip
+
+
+def _probe(wire: Wire, device: torch.device) -> None:
+    """Collective. Each (operation, dtype) that gradients will use is tried once, so that none fails inside backward."""
+    size = wire.mesh.shard_size
+    addend = torch.ones(size * 4, device=device)
+    out = torch.empty(4, device=device)
+    try:
+        if size > 1:
+            wire.reduce_scatter(out, addend)
+        wire.add_replicas(torch.ones(4, device=device))
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise UsageError(f"reduce.wire = {str(wire.wire).removeprefix('torch.')}: the {dist.get_backend()} backend refuses it",
+                         str(error).splitlines()[0], "use reduce.wire: fp32") from error  # fmt: skip
+    wire.bytes.take()
+
+
+def _window(cfg: Config) -> precision.Window:
+    s = cfg.precision.scale
+    mode = precision.scale_mode(s.mode, cfg.precision.compute, cfg.reduce.wire)
+    return precision.Window(
+        dynamic=mode == "dynamic", scale=1.0 if mode == "off" else s.init, growth=s.growth, backoff=s.backoff,
+        interval=s.interval, floor=s.floor, patience=s.patience, retry=s.on_overflow == "retry", clip=cfg.optim.clip,
+    )  # fmt: skip
+
+
+def _scale_facts(cfg: Config) -> dict[str, Any]:
+    mode = precision.scale_mode(cfg.precision.scale.mode, cfg.precision.compute, cfg.reduce.wire)
+    return {**cfg.precision.scale.model_dump(), "mode": mode}
+
+
+def _check_masters(engine: Engine, policy: precision.Policy, cfg: Config) -> None:
+    """Verify, do not trust: every trainable parameter's master has the dtype that the policy says."""
+    odd = [
+        f"{p.name} is {p.tensor.dtype}"
+        for p in engine.parts
+        if p.trainable and p.tensor.dtype not in (policy.master, torch.float32)
+    ]
+    if odd:
+        raise MpdistError(f"masters are not {policy.master}: {odd[0]} and {len(odd) - 1} others")
+    if policy.compute == torch.float16:
+        found = precision.outside_fp16((p.name, p.tensor) for p in engine.parts)
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, found)
+        large = sorted({entry for part in everywhere for entry in part})
+        if large:
+            name, largest = large[0]
+            raise UsageError(f"precision.compute = fp16, but {name} holds {largest:g}",
+                             "FP16 ends at 65504, so this weight would become infinite",
+                             "use precision.compute: bf16, or keep that module in FP32 with precision.keep_fp32")  # fmt: skip
+
+
+def _check_attention(built: nn.Module, rows: Rows, cfg: Config) -> None:
+    limit = getattr(built.config, "max_position_embeddings", None)
+    if isinstance(limit, int) and cfg.data.seq_len > limit:
+        warnings.warn(
+            f"data.seq_len = {cfg.data.seq_len} is beyond the model's max_position_embeddings = {limit}", stacklevel=1
+        )
+    if cfg.model.attention == "flex_attention" and not torch.cuda.is_available():
+        raise MachineError("model.attention = flex_attention", "it has no backward on a CPU", "use sdpa or eager")
+
+
+def _check_ids(rows: Rows, vocab: int, cfg: Config) -> None:
+    from .data import check_vocabulary
+
+    check_vocabulary(rows, vocab)
+
+
+def _span(cfg: Config, rows: Rows, order: Order) -> dict[str, Any]:
+    """The budget as one limit, and the steps that the schedule spans."""
+    budget, wanted = cfg.budget, cfg.optim.horizon
+    span: dict[str, Any] = {"steps": budget.steps, "windows": None, "tokens": budget.tokens, "seconds": budget.seconds}
+    auto = budget.steps
+    if budget.epochs is not None:
+        span["windows"] = auto = max(1, math.ceil(budget.epochs * order.windows_per_epoch - 1e-9))
+    if budget.tokens is not None:
+        a_step = rows.token_counts.sum() / max(order.windows_per_epoch, 1)
+        auto = max(1, math.ceil(budget.tokens / a_step))
+    span["horizon"] = wanted if isinstance(wanted, int) else auto
+    return span
+
+
+def _warmup(cfg: Config, horizon: int | None) -> int:
+    """Steps of warm-up: a share of the horizon below 1, else steps."""
+    if cfg.optim.warmup >= 1 or horizon is None:
+        return int(cfg.optim.warmup)
+    return round(cfg.optim.warmup * horizon)
+
+
+def save_hf(folder: Path, parts: Parts, cfg: Config) -> None:
+    """The model's config as it came (cache and dtype untouched) and its tokenizer, for exports. Rank 0 only."""
+    if (folder / "config.json").exists():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    name = cfg.data.tokenizer if cfg.data.tokenizer != "model" else cfg.model.path
+    tokenizer = load_tokenizer(
+        name, chat_template=cfg.data.chat_template, trust_remote_code=cfg.model.trust_remote_code
+    )
+    tokenizer.save_pretrained(folder)
+    config = parts.source_config
+    config.architectures = [
+        type(parts.module).__mro__[1].__name__ if cfg.shard.engine == "fsdp2" else type(parts.module).__name__
+    ]
+    config.save_pretrained(folder)
+    stored = json.loads((folder / "config.json").read_text())
+    if parts.source.path is None:
+        stored["dtype"] = "float32"
+    (folder / "config.json").write_text(json.dumps(stored, indent=2) + "\n")

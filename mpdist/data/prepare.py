@@ -229,9 +229,9 @@ def _batches(records: Iterator[Record]) -> Iterator[list[Record]]:
     for record in records:
         batch.append(record)
         data = record.data
-        if isinstance(data, dict):
+        if type(data) is dict:
             for value in data.values():
-                size += len(value) if isinstance(value, str) else sum(len(str(m)) for m in value)
+                size += len(value) if type(value) is str else sum(len(str(m)) for m in value)
         if len(batch) >= BATCH_RECORDS or size >= BATCH_CHARACTERS:
             yield batch
             batch, size = [], 0
@@ -249,7 +249,7 @@ def _add(job: _Job, stream: Stream, encoder: Encoder, batch: list[Record], numbe
     places: list[Record] = []
     for record in batch:
         document: Document | Bad = record.data if isinstance(record.data, Bad) else next(encoded)
-        if not isinstance(document, Bad) and not document.ids:
+        if isinstance(document, Document) and not document.ids:
             document = Bad("empty text", "the record has no token")
         if isinstance(document, Bad):
             if job.bad_record == "error":

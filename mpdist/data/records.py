@@ -32,6 +32,7 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "messages": ("messages",),
 }
 OPTIONAL: dict[str, tuple[str, ...]] = {"messages": ("tools",)}
+_decode = json.JSONDecoder().raw_decode
 IN_MESSAGE = ("role", "content")
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 FILE_SUFFIXES = (*JSON_SUFFIXES, ".parquet", ".txt")
@@ -137,7 +138,11 @@ def _parse(raw: Any) -> Any:
     if not isinstance(raw, bytes):
         return raw
     try:
-        return json.loads(raw)
+        text = raw.decode()
+        value, end = _decode(text)  # json.loads without its search for white space, which is stripped already
+        if end != len(text):
+            return Bad("broken JSON", f"the line is not JSON: more follows after column {end}")
+        return value
     except UnicodeDecodeError as error:
         return Bad("not UTF-8", f"the line is not UTF-8: {error}")
     except (ValueError, RecursionError) as error:

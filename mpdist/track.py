@@ -120,18 +120,22 @@ class Tracker:
         process = self._process
         if process is None or process.stdin is None or process.stdout is None:
             return
-        writing = [process.stdin] if self._out else []
-        readable, writable, _ = select.select([process.stdout], writing, [], wait_s)
+        reading, writing = process.stdout.fileno(), process.stdin.fileno()
+        poller = select.poll()  # select() refuses descriptors above 1023, and a trainer may have many files open
+        poller.register(reading, select.POLLIN)
+        if self._out:
+            poller.register(writing, select.POLLOUT)
+        ready = {fd for fd, _ in poller.poll(wait_s * 1000)}
         try:
-            while writable and self._out:
-                del self._out[: os.write(process.stdin.fileno(), self._out[: 1 << 16])]
+            while writing in ready and self._out:
+                del self._out[: os.write(writing, self._out[: 1 << 16])]
         except BlockingIOError:
             pass
         except OSError:  # it died; its last words are still to be read
             self._out.clear()
-        while readable:
+        while reading in ready:
             try:
-                data = os.read(process.stdout.fileno(), 1 << 16)
+                data = os.read(reading, 1 << 16)
             except BlockingIOError:
                 return
             if not data:

@@ -244,6 +244,9 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "export": (_export, "a folder that from_pretrained loads, from a run or a checkpoint"),
 }
 
+# These do more than print: a broken pipe may be one of theirs, and is never a success.
+_WORKING = ("launch", "prepare", "export")
+
 
 def _help() -> str:
     commands = "\n".join(f"  {name:8} {summary}" for name, (_, summary) in COMMANDS.items())
@@ -263,7 +266,17 @@ def _help() -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status. What a user can cause is printed in three parts on stderr."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    status = reported(lambda: _dispatch(arguments))
+    try:
+        status = reported(lambda: _dispatch(arguments))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        if arguments and arguments[0] in _WORKING:
+            raise
+        # The reader has gone (`mpdist config ... | head`). Python would complain once more when it closes stdout.
+        import os
+
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 0
     gc.freeze()  # the process ends here: the interpreter need not search all of it for garbage first
     return status
 
@@ -296,19 +309,10 @@ def _unknown_command(name: str) -> UsageError:
 def reported(work: Callable[[], Any]) -> int:
     """Run ``work``; its ending as an exit status. Expected errors are printed, a bug keeps its traceback."""
     try:
-        status = work()
-        sys.stdout.flush()
-        return int(status)
+        return int(work())
     except MpdistError as error:
-        sys.stdout.flush()
         print(error, file=sys.stderr)
         return error.status
-    except BrokenPipeError:
-        # The reader has gone (`mpdist config ... | head`). Python would complain once more when it closes stdout.
-        import os
-
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except KeyboardInterrupt:
         return 130
 

@@ -351,8 +351,8 @@ class Config(Section):
         True, description="Bit-exact resume: deterministic algorithms, or an error naming the operation that has none."
     )
     model: Model = Field({}, validate_default=True, description="What is trained.")
-    data: Data = Field(description="What it is trained on.")
-    batch: Batch = Field(description="Sequences in a step.")
+    data: Data = Field({}, validate_default=True, description="What it is trained on.")
+    batch: Batch = Field({}, validate_default=True, description="Sequences in a step.")
     precision: Precision = Field({}, validate_default=True, description="Float formats.")
     shard: Shard = Field({}, validate_default=True, description="What each rank holds.")
     reduce: Reduce = Field({}, validate_default=True, description="How gradients are summed over ranks.")

@@ -15,7 +15,8 @@ from mpdist.config.describe import all_keys
 def good(tmp_path: Path) -> Path:
     path = tmp_path / "good.yaml"
     path.write_text(
-        "name: good\nmodel: {config: {model_type: llama, a: {b: 1}}}\ndata: {train: [{path: a.txt}], tokenizer: bytes}\n"
+        "name: good\nmodel: {config: {model_type: llama, a: {b: 1}}}\n"
+        "data: {train: [{path: a.txt}], tokenizer: bytes}\n"
         "batch: {global: 8}\nbudget: {steps: 10}\n"
     )
     return path

@@ -22,6 +22,7 @@ fi
 wanted=$(cat pyproject.toml constraints.txt | cksum)
 if [ "$(cat .venv/tests-installed 2>/dev/null)" != "$wanted" ]; then
     .venv/bin/python -m pip install --quiet -e '.[test]' -c constraints.txt
+    .venv/bin/python -m compileall -q mpdist  # pip compiles what it copies, and an editable install copies nothing
     echo "$wanted" >.venv/tests-installed
 fi
 

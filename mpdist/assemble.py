@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -87,7 +88,8 @@ def assemble(resolved: Resolved, world: World, device: torch.device, say: Say) -
     source = model.Source(cfg.model.path, dict(cfg.model.config) if cfg.model.config is not None else None, cfg.seed,
                           cfg.model.revision, cfg.model.trust_remote_code)  # fmt: skip
     config = model.read_config(source)
-    built = model.build(config, cfg.model.attention, cfg.model.trust_remote_code)
+    built = model.build(copy.deepcopy(config), cfg.model.attention, cfg.model.trust_remote_code)
+    config.architectures = [type(built).__name__]
     _check_attention(built, rows, cfg)
     model.freeze(built, list(cfg.model.freeze))
     blocks = model.find_blocks(built)
@@ -254,9 +256,6 @@ def save_hf(folder: Path, parts: Parts, cfg: Config) -> None:
     )
     tokenizer.save_pretrained(folder)
     config = parts.source_config
-    config.architectures = [
-        type(parts.module).__mro__[1].__name__ if cfg.shard.engine == "fsdp2" else type(parts.module).__name__
-    ]
     config.save_pretrained(folder)
     stored = json.loads((folder / "config.json").read_text())
     if parts.source.path is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,9 @@ def read_tensor(reader: Any, name: str) -> torch.Tensor:
 
     entry = reader.read_metadata().state_dict_metadata[name]
     tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
-    dcp.load({name: tensor}, storage_reader=reader, no_dist=True)
+    with warnings.catch_warnings():  # that there is no process group is what is meant
+        warnings.simplefilter("ignore", UserWarning)
+        dcp.load({name: tensor}, storage_reader=reader, no_dist=True)
     return tensor
 
 

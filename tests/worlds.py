@@ -1,7 +1,7 @@
 """Runs a function on several gloo ranks, in processes forked from one that has the imports done.
 
 `run(function, ranks, *args)` calls function(rank, *args) inside a started process group on each rank and returns the
-results in rank order. A rank that raises fails the call with that rank's traceback; a hang is killed by the watchdog.
+results in rank order; a function whose name starts with `session` is a worker that joins its group itself. A rank that raises fails the call with that rank's traceback; a hang is killed by the watchdog.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import socket
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -26,6 +27,8 @@ _PRELOAD = [
     "mpdist.shard.ddp",
     "mpdist.model",
     "mpdist.optim",
+    "mpdist.train",
+    "mpdist.export",
 ]
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(_PRELOAD)
@@ -33,6 +36,7 @@ _context.set_forkserver_preload(_PRELOAD)
 
 def run(function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    kwargs["_port"] = _free_port() if function.__name__.startswith("session") else None
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(ranks):
@@ -52,6 +56,12 @@ def run(function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 1
             for process in processes:
                 process.kill()
                 process.join()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _collect(pipes: list[Any], processes: list[Any], timeout: float) -> list[Any]:
@@ -82,11 +92,17 @@ def _main(
 
     torch.set_num_threads(1)
     try:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout)
-        )
-        value = function(rank, *args, **kwargs)
-        dist.barrier()
+        port = kwargs.pop("_port")
+        if port is not None:  # the function is a worker that joins a group by itself
+            place = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+            os.environ.update({key: str(value) for key, value in place.items()}, MASTER_ADDR="127.0.0.1")
+            value = function(rank, *args, **kwargs)
+        else:
+            dist.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout)
+            )
+            value = function(rank, *args, **kwargs)
+            dist.barrier()
         # Plain pickle: tensors sent the multiprocessing way live in memory that ends with this process.
         pipe.send((True, pickle.dumps(value)))
     except BaseException:

@@ -1,0 +1,143 @@
+"""Small runs for tests: a config written to a folder, sessions of it on some ranks, and what they left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from mpdist.record import read_metrics
+
+from tests import worlds
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 260, "max_position_embeddings": 128, "tie_word_embeddings": False,
+    "bos_token_id": None, "eos_token_id": 0,
+}  # fmt: skip
+WORDS = "the cat sat on a mat and the dog ran far away from home in the rain".split()
+
+
+def write_text(path: Path, records: int, seed: int = 0, longest: int = 20) -> Path:
+    """jsonl of short texts of random words; the same file for the same arguments."""
+    draw = random.Random(seed)
+    lines = [json.dumps({"text": " ".join(draw.choices(WORDS, k=draw.randint(2, longest)))}) for _ in range(records)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def config(folder: Path, **changes: Any) -> Path:
+    """A config file in `folder` for 8 rows a step of 64 positions; dotted keys change it (`optim__lr=1.0`)."""
+    data = folder / "train.jsonl"
+    if not data.exists():
+        write_text(data, 120)
+    values: dict[str, Any] = {
+        "name": "run",
+        "out_dir": str(folder / "runs"),
+        "model": {"config": dict(LLAMA)},
+        "data": {"tokenizer": "bytes", "train": [{"path": str(data)}], "seq_len": 64},
+        "batch": {"micro": 2, "global": 8},
+        "precision": {"compute": "fp32"},
+        "shard": {"engine": "fsdp2"},
+        "optim": {"lr": 1e-3, "schedule": "linear", "warmup": 0},
+        "budget": {"steps": 4},
+        "checkpoint": {"every": 0},
+        "track": {"every": 1, "wandb": {"mode": "disabled"}},
+        "launch": {"device": "cpu", "timeout": "60s"},
+    }
+    for key, value in changes.items():
+        place = values
+        *path, last = key.split("__")
+        for part in path:
+            place = place.setdefault(part, {})
+        if value is None:
+            place.pop(last, None)
+        else:
+            place[last] = value
+    path = folder / "config.yaml"
+    path.write_text(json.dumps(values))  # JSON is YAML
+    return path
+
+
+def session(rank: int, path: str, overrides: list[str]) -> tuple[int, str]:
+    """One session of a run on this rank: (exit status, message of the error that ended it)."""
+    from mpdist.config import load
+    from mpdist.errors import MpdistError
+    from mpdist.train import run
+    from mpdist.worker import Seat
+    from mpdist.world import from_env
+
+    world = from_env(os.environ)
+    assert world is not None
+    try:
+        resolved = load(path, overrides)
+        seat = Seat(resolved, world)
+        seat.stop.listen(None)
+        return run(resolved, seat), ""
+    except MpdistError as error:
+        return error.status, str(error)
+
+
+class Result:
+    """What a run left: rows of metrics by kind, events, status, ledger."""
+
+    def __init__(self, folder: Path, ends: list[tuple[int, str]]) -> None:
+        self.folder, self.ends = folder, ends
+        self.status = ends[0][0]
+        self.message = ends[0][1]
+
+    def rows(self, kind: str = "train") -> list[dict[str, Any]]:
+        return [row for row in read_metrics(self.folder) if row["kind"] == kind]
+
+    def column(self, name: str, kind: str = "train") -> list[Any]:
+        return [row[name] for row in self.rows(kind)]
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        lines = (self.folder / "events.jsonl").read_text().splitlines()
+        return [event for event in map(json.loads, lines) if event["event"] == name]
+
+    def state(self) -> dict[str, Any]:
+        return json.loads((self.folder / "status.json").read_text())
+
+    def ledger(self) -> list[dict[str, Any]]:
+        return json.loads((self.folder / "ledger.json").read_text())["rows"]
+
+    def weights(self, step: int | None = None, prefix: str = "model.") -> dict[str, Any]:
+        """The tensors of a checkpoint (default: the newest) whose names begin with the prefix."""
+        from torch.distributed.checkpoint import FileSystemReader
+
+        from mpdist.export import read_tensor
+
+        latest = (self.folder / "checkpoints" / "latest").read_text().strip()
+        path = self.folder / "checkpoints" / (latest if step is None else f"step-{step:08d}")
+        reader = FileSystemReader(path / "tensors")
+        names = reader.read_metadata().state_dict_metadata
+        return {name: read_tensor(reader, name) for name in names if name.startswith(prefix)}
+
+
+def train(folder: Path, ranks: int, *overrides: str, timeout: float = 120.0, **changes: Any) -> Result:
+    """One session in `folder`; `changes` rewrite the config file, `overrides` are the command line's."""
+    path = config(folder, **changes)
+    ends = worlds.run(session, ranks, str(path), list(overrides), timeout=timeout)
+    name = next((o.partition("=")[2] for o in overrides if o.startswith("name=")), changes.get("name", "run"))
+    return Result(folder / "runs" / name, ends)
+
+
+def fresh() -> Path:
+    return Path(tempfile.mkdtemp(prefix="mpdist-test-"))
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Whether two sets of tensors have the same names and bits."""
+    import torch
+
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def timeless(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows without what a clock, a memory meter or the session's number decides."""
+    drop = ("time/", "speed/", "mem/")
+    return [{k: v for k, v in row.items() if not k.startswith(drop) and k != "session"} for row in rows]

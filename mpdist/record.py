@@ -71,6 +71,7 @@ class RunDir:
         self.session = session
         self.changes: list[str] = []  # what open_run found to differ and to be allowed, for the resume event
         self.last_alive: float | None = None  # unix time of the last sign of life before this session
+        self.previous: dict[str, Any] = {}  # status.json as the session before left it; empty for the first
         self.lock: Lock | None = None
         self._lines: dict[str, Lines] = {}
 
@@ -119,7 +120,7 @@ class RunDir:
     def start_session(self, env: Mapping[str, Any] | None = None) -> int:
         """Begin the next session: its folder, its logs folder, its env.json; torn histories are repaired."""
         if self.last_alive is None:
-            self.last_alive = self.alive_at()
+            self._look_back()
         while True:
             self.session = self.last_session() + 1
             try:
@@ -128,7 +129,8 @@ class RunDir:
             except FileExistsError:  # another launcher was quicker; the lock sorts out who may run
                 continue
         (self.session_path() / "logs").mkdir()
-        self.write_env({**(env or {}), "changes": self.changes, "last_alive": self.last_alive})
+        kept = {"changes": self.changes, "last_alive": self.last_alive, "previous": self.previous}
+        self.write_env({**(env or {}), **kept})
         for path in (self.events_path, self.metrics_path):
             self._open(path)
         return self.session
@@ -137,13 +139,18 @@ class RunDir:
         """Take part in a session that the launcher started: what it found out on opening is taken over."""
         self.session = session
         env = read_json(self.session_path() / "env.json") or {}
-        self.changes, self.last_alive = env.get("changes", []), env.get("last_alive")
+        self.changes = env.get("changes", [])
+        self.last_alive, self.previous = env.get("last_alive"), env.get("previous", {})
 
     def write_env(self, env: Mapping[str, Any]) -> None:
         """Add to the session's env.json (the launcher knows the host, the worker its devices)."""
         path = self.session_path() / "env.json"
         old = read_json(path) or {"session": self.session, "time": time.time()}
         write_atomic(path, dump({**old, **env}, indent=1) + "\n")
+
+    def _look_back(self) -> None:
+        """Note how the run was left, before this session writes anything."""
+        self.last_alive, self.previous = self.alive_at(), self.read_status() or {}
 
     def alive_at(self) -> float | None:
         """Unix time of the run's last sign of life, from its files; None for a run that never began."""
@@ -156,7 +163,8 @@ class RunDir:
         """Replace status.json: `state`, `step`, `attempt`, `exit`, `reason`, `rank` and whatever else is given.
 
         What is not given stays, so that the launcher can record an end without knowing the time table. A state of
-        `running` clears the end of the session before. Returns what was written.
+        `running` clears the end of the session before. `time` (the clock's table) is kept with its moment, `time_at`.
+        Returns what was written.
         """
         state = fields.get("state")
         if state is not None and state not in STATES:
@@ -166,6 +174,8 @@ class RunDir:
         if state == "running":
             base |= {"exit": None, "reason": None, "rank": None}
         base |= fields
+        if "time" in fields:  # an end recorded by the launcher is later than the last time table
+            base["time_at"] = time.time()
         base |= {"session": self.session or base.get("session", 0), "updated": time.time()}
         self.path.mkdir(parents=True, exist_ok=True)
         write_atomic(self.path / "status.json", dump(base, indent=1) + "\n")
@@ -275,7 +285,7 @@ def open_run(resolved: Resolved, plan: Mapping[str, Any]) -> tuple[RunDir, str]:
         _refuse_foreign(run)
         mode = "new"
     if mode != "finished":
-        run.last_alive = run.alive_at()
+        run._look_back()
         run.claim()
         run.freeze(resolved.to_yaml(), plan)
     return run, mode

@@ -271,6 +271,9 @@ class Run:
         found = on_first(lambda: self.find(mode))
         self.count.fired = on_first(self.fired_before)
         if found is None:
+            if self.first and mode == "resume":  # it ended before its first checkpoint: all that it did is superseded
+                status = self.run.previous
+                self.clock.resume(None, status.get("time"), status.get("time_at"), self.run.last_alive)
             return
         parts, state = self.parts, found.state
         own_rng = checkpoint.load(found, parts.engine, parts.optimizer, parts.module)
@@ -279,8 +282,8 @@ class Run:
         self.count = Progressed(**{**state["count"], "fired": fired})
         self.seconds = state["clock"].get("train", 0.0)
         if self.first:
-            status = self.run.read_status() or {}
-            self.clock.resume(state["clock"], status.get("time"), status.get("updated"), self.run.last_alive,
+            status = self.run.previous  # by now the launcher may have written a new one
+            self.clock.resume(state["clock"], status.get("time"), status.get("time_at"), self.run.last_alive,
                               superseded=status.get("step", 0) > found.step or status.get("state") == "running")  # fmt: skip
             where = (parts.window.step, parts.window.attempt)
             self.run.event("load", *where, reason=str(found.path))

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from typing import Any
 
 PROBE_S = 4.0
-_ORPHAN_S = 5.0
+_ORPHAN_S = 4.0
 AXES = {"over_tokens": "train/label_tokens", "over_seconds": "time/train_s"}
 _LOSSES = ("train/loss", "eval/loss")
 _GROUPS = ("train", "eval", "scale", "time", "speed", "mem", "wire", "precision")

@@ -110,9 +110,11 @@ def test_status_keeps_what_is_not_given(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     assert run.read_status() is None
     run.status(state="running", step=3, attempt=4, time={"train": 1.5})
+    at = run.read_status()["time_at"]
     run.status(state="failed", exit=1, reason="killed by SIGKILL", rank=1)
     status = run.read_status()
     assert status is not None
+    assert status["time_at"] == at < status["updated"], "the table's own moment, not that of the record of the end"
     assert [status[k] for k in ("state", "step", "attempt", "exit", "rank")] == ["failed", 3, 4, 1, 1]
     assert status["time"] == {"train": 1.5}
     assert status["updated"] <= time.time()

@@ -135,6 +135,9 @@ def test_another_cut_of_the_batch_resumes_and_is_listed(tmp_path: Path) -> None:
     worker = RunDir(run.path)
     worker.join(run.start_session())
     assert worker.changes == run.changes
+    run.status(state="running")
+    assert worker.previous["state"] == "preempted"
+    assert worker.previous["step"] == 3
     assert worker.last_alive == run.last_alive
 
 

@@ -18,7 +18,7 @@ from mpdist.watch import Report
 _ENTRY = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s+exitcode\s*:\s*(-?\d+) \(pid: (\d+)\)")
 _FIRST = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)")
 _CLOSING = re.compile(r"Sending process (\d+) closing signal")
-_AGENT_LINE = re.compile(r"^(\[?[A-Z]\d{4} |W\d|E\d|\*{5}|Traceback|Root Cause|={5}|-{5})", re.MULTILINE)
+_AGENT_LINE = re.compile(r"^[IWE]\d{4} \d\d:\d\d:", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,10 @@ def first_failure(reports: Mapping[int, Report], deaths: Mapping[int, float], ag
                 found.append((report.failure["time"], _own(report)))
         elif not report.end or not report.end.get("proper"):
             when = report.end["time"] if report.end else deaths.get(report.rank)
+            code = report.end["status"] if report.end else None
             if when is not None:
-                (closed if report.pid in agent.closed else found).append((when, _gone(report, agent.code(report.pid))))
+                gone = _gone(report, agent.code(report.pid) if code is None else code)
+                (closed if report.pid in agent.closed else found).append((when, gone))
     for pid, rank in agent.ranks.items():
         if rank not in reports and pid not in agent.closed:
             found.append((0.0, _unreported(rank, agent.codes[pid])))

@@ -10,6 +10,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from mpdist.record import RunDir
 
 PORT_OF_SEVERAL_NODES = 29500
+_OTHER_NODES_S = 5.0  # for what other nodes' launchers have to say about their ranks
 _ENDS = {"done": 0, "preempted": 75, "diverged": 5}
 
 
@@ -329,33 +331,60 @@ def describe(resolved: Resolved, plan: Plan, place: Place, worker: Sequence[str]
 
 def _conclude(run_dir: RunDir, child: Child, torchrun_status: int) -> int:
     """Read how the run ended, record it where no rank could, tell the user last of all; the exit status."""
-    import signal
-
     status = run_dir.read_status() or {}
-    state = status.get("state", "running")
-    if child.hard is not None and state not in ("done", "diverged"):
-        name = signal.Signals(child.hard).name
-        failure = blame.Failure(None, f"ended at once by {name}", f"ended at once by {name}", 128 + child.hard)
-    elif state in _ENDS:
+    if status.get("state") in _ENDS:
         return _said(run_dir, status, child)
+    here = [r for r in child.reports.values() if child.mine(r)]
+    if run_dir.rank and here and all(r.proper for r in here):  # rank 0 is about to record the end, on its node
+        return max(int((r.end or {})["status"]) for r in here)
+    log = watch.read_text_tail(child.log)
+    if child.hard is not None:
+        reason = f"ended at once by a second {signal.Signals(child.hard).name}"
+        failure = blame.Failure(None, reason, reason, 128 + child.hard)
     else:
-        log = watch.read_text_tail(child.log)
-        found = blame.first_failure(child.reports, child.deaths, blame.Agent.read(log))
+        found = _first_failure(run_dir, child, blame.Agent.read(log))
         failure = found or _unexplained(status, torchrun_status, log)
-    seen = [r for r in child.reports.values() if r.step is not None]
-    place = max(
-        ((r.step or 0, r.attempt or 0) for r in seen), default=(status.get("step", 0), status.get("attempt", 0))
-    )
-    if run_dir.rank == 0 or (failure.rank in child.reports and child.reports[failure.rank].here):
-        ends = {"exit": failure.exit, "reason": failure.reason, "rank": failure.rank}
-        run_dir.status(state="failed", step=place[0], attempt=place[1], **ends)
-        run_dir.event("end", place[0], place[1], failure.rank, failure.reason, state="failed", exit=failure.exit)
-        run_dir.close()
-    logs = child.log.parent
-    own = logs / f"rank-{failure.rank:05d}.log" if failure.rank is not None else child.log
+    report = child.reports.get(-1 if failure.rank is None else failure.rank)
+    if run_dir.rank == 0 or (report is not None and child.mine(report)):
+        _record(run_dir, status, failure, report)
+    own = child.log.with_name(f"rank-{failure.rank:05d}.log") if report is not None else child.log
+    text = failure.text
+    if failure.rank is not None and report is None:  # it could not even say who it is
+        text = f"{blame.before_agent(log)}\n{text}"
     sys.stdout.flush()
-    print(f"the run failed; logs in {logs}, the one to read: {own.name}\n{failure.text}", file=sys.stderr, flush=True)
+    print(f"the run failed; logs in {own.parent}, the one to read: {own.name}\n{text}", file=sys.stderr, flush=True)
     return failure.exit
+
+
+def _first_failure(run_dir: RunDir, child: Child, agent: blame.Agent) -> blame.Failure | None:
+    """As mpdist.blame has it; with several nodes, what only this one knows is written down for the others."""
+    reports, folder = child.reports, run_dir.session_path()
+    if all(child.mine(report) for report in reports.values()):
+        return blame.first_failure(reports, child.deaths, agent)
+    for rank, when in child.deaths.items():
+        report = reports[rank]
+        if not report.failure and not report.end and report.pid not in agent.closed:
+            watch.record_death(folder, rank, when, agent.code(report.pid))
+    deadline = time.monotonic() + _OTHER_NODES_S
+    while time.monotonic() < deadline:
+        reports = watch.read_reports(folder)
+        if all(child.mine(r) or r.failure or r.end for r in reports.values()):
+            break
+        time.sleep(0.2)
+    child.reports = reports
+    return blame.first_failure(reports, child.deaths, agent)
+
+
+def _record(run_dir: RunDir, status: Mapping[str, Any], failure: blame.Failure, report: watch.Report | None) -> None:
+    """Write a failure into status.json and events.jsonl, at the step where its rank was, if it has said so."""
+    step, attempt = status.get("step") or 0, status.get("attempt") or 0
+    if report is not None and report.step is not None:
+        step, attempt = max(step, report.step), max(attempt, report.attempt or 0)
+    run_dir.status(
+        state="failed", step=step, attempt=attempt, rank=failure.rank, reason=failure.reason, exit=failure.exit
+    )
+    run_dir.event("end", step, attempt, failure.rank, failure.reason, state="failed", exit=failure.exit)
+    run_dir.close()
 
 
 def _unexplained(status: Mapping[str, Any], torchrun_status: int, log: str) -> blame.Failure:
@@ -373,13 +402,16 @@ def _unexplained(status: Mapping[str, Any], torchrun_status: int, log: str) -> b
 def _said(run_dir: RunDir, status: Mapping[str, Any], child: Child) -> int:
     """The run itself has recorded its end; a message for what was not simply done."""
     state, step = status["state"], status.get("step")
+    late = [r for r in child.reports.values() if r.failure and not r.failure["lost_peer"]]
+    for report in late if state != "diverged" else []:
+        message = (report.failure or {})["message"]
+        print(f"warning: after the run was {state}, rank {report.rank} failed: {message}", file=sys.stderr, flush=True)
     code = status.get("exit")
     code = _ENDS[state] if code is None else int(code)
     if state == "preempted":
         say(f"stopped early at step {step}, everything is saved; launch again to go on")
     elif state == "diverged":
-        own = [r for r in child.reports.values() if r.failure]
-        text = own[0].failure["message"] if own and own[0].failure else status.get("reason")
+        text = (late[0].failure or {})["message"] if late else status.get("reason")
         print(f"diverged at step {step}: {text}", file=sys.stderr, flush=True)
     else:
         say(f"done: {run_dir.path}")

@@ -58,6 +58,10 @@ class Child:
         self._failed_at: float | None = None
         self._process: subprocess.Popen[bytes]
 
+    def mine(self, report: watch.Report) -> bool:
+        """Whether a rank was started here; with several nodes, others have launchers of their own."""
+        return report.launch == self.token
+
     def run(self, folder: Callable[[], Path | None]) -> int:
         """Start, watch until the end, leave nothing behind; torchrun's exit status. Main thread only.
 
@@ -120,7 +124,7 @@ class Child:
         if time.monotonic() - self._asked_at > _ASK_S:
             self._asked_at = time.monotonic()
             for report in self.reports.values():
-                if report.here and not report.end and report.alive:
+                if self.mine(report) and not report.end and report.alive:
                     _send(report.pid, signal.SIGUSR1)
 
     def _look(self, folder: Path | None) -> None:
@@ -134,12 +138,12 @@ class Child:
         self.reports = fresh
         saw_at, self._saw_at = self._saw_at, time.time()
         for rank, report in fresh.items():
-            if rank not in self.deaths and not self.killed and report.here and not report.alive:
+            if rank not in self.deaths and not self.killed and self.mine(report) and not report.alive:
                 self.deaths[rank] = saw_at
 
     def _end_after_failure(self) -> None:
         """Kill what is left when one rank is dead and the others will not notice."""
-        dead = any(not self.reports[rank].proper for rank in self.deaths)
+        dead = any(not self.reports[rank].proper for rank in self.deaths) or self._agent_gave_up()
         if not dead and not any(report.failure for report in self.reports.values()):
             return
         now = time.monotonic()
@@ -150,12 +154,22 @@ class Child:
         elif now - self._failed_at > grace:
             self._kill(with_agent=False)
 
+    def _agent_gave_up(self) -> bool:
+        """Whether torchrun is ending its workers because one has failed, perhaps before that one could report.
+
+        It does the same when it gets a stop signal itself, and when the first rank of a stopped run has left with 75.
+        """
+        if self.log.stat().st_size == 0 or any(report.proper for report in self.reports.values()):
+            return False
+        text = watch.read_text_tail(self.log)
+        return "closing signal" in text and "death signal" not in text
+
     def _kill(self, with_agent: bool) -> None:
         """SIGKILL every process of the run; without torchrun itself, it gets to write down how its workers ended."""
         self.killed = True
         agent = self._process.pid
         pids = set(watch.marked(self.token))
-        pids |= {r.pid for r in self.reports.values() if r.here and r.alive}
+        pids |= {r.pid for r in self.reports.values() if self.mine(r) and r.alive}
         if with_agent:
             pids.add(agent)
         else:

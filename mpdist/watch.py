@@ -301,6 +301,12 @@ class Report:
         return bool(self.end and self.end.get("proper"))
 
 
+def record_death(session: Path, rank: int, when: float, code: int | None) -> None:
+    """Write for a rank that could not: when it was last seen (unix time), its exit code or minus its signal."""
+    record = {"rank": rank, "time": when, "status": code, "proper": False}
+    write_atomic(session / "ranks" / f"{rank:05d}.end.json", dump(record) + "\n")
+
+
 def session_folder(run_dir: str | Path, session: int) -> Path:
     return Path(run_dir) / "sessions" / f"{session:04d}"
 

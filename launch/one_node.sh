@@ -1,0 +1,19 @@
+#!/bin/sh
+# One run on every GPU of one node, with torchrun in sight:  sh launch/one_node.sh CONFIG [key=value ...]
+#
+# For:     one node with NVIDIA GPUs, 8 as written here (RANKS=4 for four). It also runs on a CPU: RANKS=2 and a demo
+#          config. `mpdist plan CONFIG --ranks 8 --memory 80GiB` says first whether it fits.
+# Expect:  nothing for the time that importing torch takes (half a minute on a cold file system), then the data report,
+#          the plan, the ledger after the first steps and one line every track.every steps. All of it is kept in
+#          OUT_DIR/NAME, with one log a rank. torchrun's own status is 0 or 1: OUT_DIR/NAME/status.json has the real one.
+# Stop:    Ctrl-C or TERM saves at the next step, which may take the 600 s that are granted below; the same line
+#          again resumes.
+#
+# `mpdist launch CONFIG` runs the same line, and plans and checks before, signals each rank, and explains the end.
+set -eu
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}" # a node's cores divided by its ranks
+
+exec torchrun --nproc-per-node "${RANKS:-8}" --nnodes 1 --max-restarts 0 \
+    --rdzv-backend c10d --rdzv-endpoint localhost:0 \
+    --shutdown-timeout 600 --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
+    -m mpdist "$@"

@@ -1,0 +1,194 @@
+"""Who failed first, from what ranks and torchrun leave behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpdist import blame, watch
+from mpdist.blame import Agent, first_failure
+from mpdist.errors import CheckpointError, Diverged
+
+LOG = """\
+[rank1]: no module called fla_attn
+W1129 23:40:01.004000 10 torch/api.py:1029] Sending process 100 closing signal SIGTERM
+E1129 23:40:01.104000 10 torch/api.py:1003] failed (exitcode: -9) local_rank: 1 (pid: 101) of binary: py
+Traceback (most recent call last):
+============================================================
+worker.py FAILED
+Failures:
+[1]:
+  time      : 2026-11-29_23:40:01
+  host      : vm
+  rank      : 0 (local_rank: 0)
+  exitcode  : -15 (pid: 100)
+  error_file: <N/A>
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-29_23:40:01
+  host      : vm
+  rank      : 1 (local_rank: 1)
+  exitcode  : -9 (pid: 101)
+  error_file: <N/A>
+============================================================
+"""
+
+
+def report(rank: int, **kwargs: object) -> watch.Report:
+    return watch.Report(rank, 100 + rank, "vm", "1", step=2, attempt=3, **kwargs)  # type: ignore[arg-type]
+
+
+def failed(rank: int, at: float, message: str, lost: bool = False, status: int = 1) -> watch.Report:
+    record = {"time": at, "message": message, "trace": "", "lost_peer": lost, "status": status}
+    return report(rank, failure=record)
+
+
+def ranks(*reports: watch.Report) -> dict[int, watch.Report]:
+    return {r.rank: r for r in reports}
+
+
+def test_torchruns_account_is_read() -> None:
+    agent = Agent.read(LOG)
+    assert agent.codes == {100: -15, 101: -9}
+    assert agent.ranks == {100: 0, 101: 1}
+    assert agent.closed == {100}
+    assert agent.code(102) == 0, "not in a complete table: it ended with status 0"
+    assert Agent.read("").code(102) is None
+    assert blame.before_agent(LOG) == "[rank1]: no module called fla_attn"
+
+
+def test_c93_a_killed_rank_comes_before_what_its_peers_say() -> None:
+    first = first_failure(
+        ranks(failed(0, 10.05, "Connection reset by peer", lost=True), report(1)), {1: 9.9}, Agent.read(LOG)
+    )
+    assert first is not None
+    assert (first.rank, first.exit) == (1, 4)
+    assert first.reason == "rank 1 was killed by SIGKILL, perhaps out of memory (at step 2)"
+    # Also where the peer's error is not known to speak of a peer.
+    first = first_failure(ranks(failed(0, 10.05, "the store said no"), report(1)), {1: 9.9}, Agent.read(LOG))
+    assert first is not None
+    assert first.rank == 1
+
+
+def test_c93_a_rank_that_torchrun_ended_is_not_blamed() -> None:
+    agent = Agent(codes={100: -15, 101: 1}, closed=frozenset({100}), complete=True)
+    first = first_failure(ranks(report(0), failed(1, 10.05, "ValueError: bad", status=1)), {0: 9.0}, agent)
+    assert first is not None
+    assert (first.rank, first.text) == (1, "rank 1 failed: ValueError: bad")
+
+
+def test_c94_a_rank_that_left_with_success_is_named() -> None:
+    agent = Agent(codes={100: 1}, ranks={100: 0}, complete=True)
+    lost = failed(0, 10.0, "Connection closed by peer", lost=True)
+    for left in (report(1), report(1, end={"time": 9.95, "proper": False, "status": None})):
+        first = first_failure(ranks(lost, left), {1: 9.9}, agent)
+        assert first is not None
+        assert (first.rank, first.reason, first.exit) == (1, "rank 1 left at step 2 with status 0", 1)
+
+
+def test_a_rank_that_had_finished_is_not_blamed_for_a_later_error() -> None:
+    over = report(1, end={"time": 9.0, "proper": True, "status": 0})
+    first = first_failure(ranks(failed(0, 12.0, "no space", status=6), over), {1: 9.1}, Agent.read(""))
+    assert first is not None
+    assert (first.rank, first.exit) == (0, 6)
+
+
+def test_the_first_of_several_errors_is_named_and_the_lowest_rank_of_equal_ones() -> None:
+    both = ranks(failed(0, 11.0, "second"), failed(1, 10.0, "first"), failed(2, 10.0, "first too"))
+    first = first_failure(both, {}, Agent.read(""))
+    assert first is not None
+    assert (first.rank, first.reason) == (1, "first")
+
+
+def test_c93_a_rank_that_hangs_is_named_by_its_silence() -> None:
+    first = first_failure(
+        ranks(failed(0, 10.0, "Timed out waiting 8000ms for recv", lost=True), report(1)), {}, Agent.read("")
+    )
+    assert first is not None
+    assert (first.rank, first.exit) == (1, 4)
+    assert first.reason.startswith("rank 1 stopped answering at attempt 3; rank 0 gave up: Timed out")
+
+
+def test_a_rank_that_died_before_it_could_report() -> None:
+    first = first_failure(ranks(report(0)), {}, Agent(codes={101: 1}, ranks={101: 1}, complete=True))
+    assert first is not None
+    assert first.reason == "rank 1 left with status 1 while starting"
+    assert first_failure(ranks(report(0)), {}, Agent.read("")) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (RuntimeError("[pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer"), True),
+        (RuntimeError("Timed out waiting 8000ms for recv operation to complete"), True),
+        (ConnectionError("Connection closed by peer"), True),
+        (RuntimeError("CUDA out of memory"), False),
+        (ValueError("Connection closed by peer"), False),
+        (Diverged("loss = nan; Connection reset"), False),
+    ],
+)
+def test_errors_that_only_say_that_a_peer_is_gone(error: Exception, lost: bool) -> None:
+    assert watch.lost_peer(error) is lost
+
+
+def test_a_rank_records_what_happens_to_it(tmp_path: Path) -> None:
+    record = watch.report_rank(tmp_path, 1, 3)
+    assert watch.read_reports(tmp_path / "sessions/0001")[3].step is None
+    record.at(7, 9)
+    try:
+        raise KeyError("x")
+    except KeyError as error:
+        record.failed(error)
+    record.failed(CheckpointError("a second one does not replace the first"))
+    found = watch.read_reports(tmp_path / "sessions/0001")[3]
+    assert (found.pid, found.step, found.attempt, found.alive, found.end) == (os.getpid(), 7, 9, True, None)
+    assert found.failure is not None
+    assert found.failure["message"] == "KeyError: 'x'"
+    assert found.failure["trace"].rstrip().endswith("KeyError: 'x'")
+
+
+def test_a_pid_that_came_round_again_is_not_the_rank() -> None:
+    me = os.getpid()
+    assert watch.alive(me, watch.started(me))
+    assert not watch.alive(me, "1")
+    assert not watch.alive(2**22 + 1, None)
+
+
+LOGGING = """
+import os, sys
+from mpdist import watch
+watch.open_log(sys.argv[1], 1, int(sys.argv[2]))
+print("by print")
+print("to stderr", file=sys.stderr)
+os.write(1, b"from C\\n")
+os.system("echo of a child")
+print("\\r 10% of it", end="", flush=True)
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_writes_to_its_log_and_rank_0_to_the_console_too(tmp_path: Path, rank: int) -> None:
+    command = [sys.executable, "-c", LOGGING, str(tmp_path), str(rank)]
+    done = subprocess.run(command, capture_output=True, timeout=60, check=True)
+    log = (tmp_path / f"sessions/0001/logs/rank-{rank:05d}.log").read_text()
+    assert log.splitlines()[:4] == ["by print", "to stderr", "from C", "of a child"]
+    if rank == 0:
+        assert done.stdout == b"by print\n\r 10% of it"
+        assert done.stderr == b"to stderr\n"
+        assert "10%" not in log, "a progress bar does not belong into a file"
+    else:
+        assert done.stdout == done.stderr == b""
+
+
+def test_a_console_that_goes_away_does_not_end_the_rank(tmp_path: Path) -> None:
+    code = LOGGING + "\nfor i in range(1000): print('line', i)\n"
+    gone, console = os.pipe()
+    os.close(gone)
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path), "0"], stdout=console, timeout=60)
+    os.close(console)
+    assert done.returncode == 0
+    assert "line 999" in (tmp_path / "sessions/0001/logs/rank-00000.log").read_text()

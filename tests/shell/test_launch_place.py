@@ -1,0 +1,227 @@
+"""What the launcher decides before it starts anything: ranks, devices, threads, address, port; and the dry run."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpdist import launch
+from mpdist.config import Resolved, load
+from mpdist.errors import ConfigError, MachineError
+
+CONFIG = """
+name: a
+model: {config: {model_type: llama, vocab_size: 259, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 4}}
+data: {train: [{path: x.txt, format: text}], tokenizer: bytes, seq_len: 64}
+batch: {micro: 1, global: 24}
+budget: {steps: 10}
+"""
+
+
+def ask(folder: Path, *overrides: str) -> Resolved:
+    path = folder / "asked.yaml"
+    path.write_text(CONFIG)
+    return load(path, [f"out_dir={folder / 'runs'}", *overrides])
+
+
+@pytest.fixture(autouse=True)
+def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith("SLURM_") or name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"):
+            monkeypatch.delenv(name)
+
+
+def dry_run(resolved: Resolved, capsys: pytest.CaptureFixture[str], **options: int) -> str:
+    assert launch.run(resolved, dry_run=True, **options) == 0
+    return capsys.readouterr().out
+
+
+# -- devices --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("listed", "count"),
+    [
+        ("6,0", 2),
+        ("0", 1),
+        ("", 0),
+        ("-1", 0),
+        ("NoDevFiles", 0),
+        ("0,-1,1", 1),
+        ("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6, GPU-1b2c", 2),
+        ("MIG-ae332a0c-d72c-4106-c12f-20bd9faed9f6", 1),
+    ],
+)
+def test_c97_devices_are_counted_as_the_driver_counts(listed: str, count: int) -> None:
+    assert launch.visible_devices({"CUDA_VISIBLE_DEVICES": listed}) == count
+
+
+def test_c97_visible_devices_are_kept_in_their_order(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,0")
+    printed = dry_run(ask(tmp_path), capsys)
+    assert "rank 0: LOCAL_RANK=0 CUDA_VISIBLE_DEVICES=6,0 OMP_NUM_THREADS=" in printed
+    assert "rank 1: LOCAL_RANK=1 CUDA_VISIBLE_DEVICES=6,0 OMP_NUM_THREADS=" in printed
+    assert "rank 2" not in printed
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "6,0"
+
+
+def test_c97_more_ranks_than_devices_is_a_usage_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,0")
+    with pytest.raises(ConfigError, match=r"--ranks 3\n.*CUDA_VISIBLE_DEVICES=6,0 has 2 CUDA devices"):
+        launch.run(ask(tmp_path), ranks=3, dry_run=True)
+    with pytest.raises(ConfigError, match=r"launch.ranks = 3 \(command line\)"):
+        launch.run(ask(tmp_path, "launch.ranks=3"), dry_run=True)
+
+
+def test_c97_on_the_cpu_devices_do_not_limit_the_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert "rank 2:" in dry_run(ask(tmp_path, "launch.device=cpu"), capsys, ranks=3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    printed = dry_run(ask(tmp_path), capsys)
+    assert "1 node x 1 ranks" in printed
+
+
+def test_a_cuda_run_without_devices_is_the_machines_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(MachineError, match=r"launch\.device = cuda"):
+        launch.run(ask(tmp_path, "launch.device=cuda"))
+    assert not (tmp_path / "runs").exists()
+
+
+# -- threads --------------------------------------------------------------------------------------------------------
+
+
+def test_c98_threads_share_the_granted_cores() -> None:
+    assert launch.threads_for(2, 2, {}) == (1, "2 cores for 2 ranks")
+    assert launch.threads_for(8, 96, {})[0] == 12
+    assert launch.threads_for(4, 2, {})[0] == 1
+    assert launch.threads_for(2, 2, {"OMP_NUM_THREADS": "3"}) == (3, "as it was set")
+    assert launch.threads_for(1, 4, {"OMP_NUM_THREADS": ""})[0] == 4
+
+
+def test_c98_granted_is_the_affinity_or_slurms_share() -> None:
+    have = os.sched_getaffinity(0)
+    assert launch.granted_cores({}) == len(have)
+    assert launch.granted_cores({"SLURM_CPUS_PER_TASK": "1"}) == 1
+    assert launch.granted_cores({"SLURM_CPUS_PER_TASK": "4096"}) == len(have)
+    os.sched_setaffinity(0, {min(have)})
+    try:
+        assert launch.granted_cores({}) == 1
+    finally:
+        os.sched_setaffinity(0, have)
+
+
+def test_c98_the_value_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    printed = dry_run(ask(tmp_path), capsys, ranks=2)
+    assert printed.count(f"OMP_NUM_THREADS={threads} (") == 2
+
+
+# -- address and port -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "first"),
+    [
+        ("a,b", "a"),
+        ("n[1-2]", "n1"),
+        ("gpu[008-010,012],m1", "gpu008"),
+        ("n[3,5]-ib,n9", "n3-ib"),
+        ("rack[1-2]n[4-8]", "rack1n4"),
+        ("single.example.org", "single.example.org"),
+    ],
+)
+def test_the_first_host_of_slurms_list(nodelist: str, first: str) -> None:
+    assert launch.first_host(nodelist) == first
+
+
+def test_c91_an_address_that_is_not_the_first_host_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "a,b")
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: {"a": "10.0.0.1", "b": "10.0.0.2"}[name])
+    with pytest.raises(
+        ConfigError, match=r"launch.address = b \(command line\)\n.*first node of the job, a \(of a,b\)"
+    ):
+        launch.run(ask(tmp_path, "launch.address=b", "launch.nodes=2"), dry_run=True)
+
+
+def test_c91_the_first_host_by_another_name_is_accepted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: {"n1": "10.0.0.1", "10.0.0.1": "10.0.0.1"}[name])
+    for address in ("10.0.0.1", "n1.cluster.example.org", "N1"):
+        printed = dry_run(ask(tmp_path, f"launch.address={address}", "launch.nodes=2"), capsys)
+        assert f"first host {address}, port 29500" in printed
+
+
+def test_c91_several_nodes_need_an_address(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"launch\.address is not set"):
+        launch.run(ask(tmp_path), nodes=2, dry_run=True)
+
+
+def test_under_slurm_the_dry_run_shows_hosts_nodes_and_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-3]")
+    monkeypatch.setenv("SLURM_NODEID", "2")
+    printed = dry_run(ask(tmp_path, "launch.port=31000"), capsys, ranks=4, nodes=3)
+    assert "world: 3 nodes x 4 ranks; this is node 2; first host n1, port 31000" in printed
+    assert "rank 8: LOCAL_RANK=0" in printed
+    assert "rank 11: LOCAL_RANK=3" in printed
+    assert "--node-rank 2 --master-addr n1 --master-port 31000" in printed
+
+
+def test_a_node_rank_outside_the_nodes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--node-rank 2"):
+        launch.run(ask(tmp_path, "launch.address=n1"), nodes=2, node_rank=2, dry_run=True)
+
+
+def test_c88_a_busy_port_is_one_line_with_its_number(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(MachineError) as caught:
+            launch.run(ask(tmp_path, f"launch.port={port}", "launch.device=cpu"), ranks=2)
+    assert str(port) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert caught.value.status == 4
+    assert not (tmp_path / "runs").exists(), "the run directory was made for a run that could not start"
+
+
+@pytest.mark.parametrize("port", ["66660", "0", "-1"])
+def test_c88_a_port_out_of_range_is_a_usage_error(tmp_path: Path, port: str) -> None:
+    with pytest.raises(ConfigError, match=rf"launch.port = {port}"):
+        ask(tmp_path, f"launch.port={port}")
+
+
+# -- the dry run ----------------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_shows_all_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    resolved = ask(tmp_path, "optim.lr=1e-3")
+    printed = dry_run(resolved, capsys, ranks=2)
+    lr = next(line for line in printed.splitlines() if line.startswith("optim.lr"))
+    assert lr.split() == ["optim.lr", "0.001", "command", "line"]
+    assert "12 micro-batches of 1 on each of 2 ranks" in printed
+    command = printed.splitlines()[-1]
+    assert "-m torch.distributed.run --nproc-per-node 2 --nnodes 1 --max-restarts 0" in command
+    assert command.endswith(f"-m mpdist {tmp_path}/runs/a/config.yaml")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_torch_is_not_imported_by_a_dry_run(tmp_path: Path) -> None:
+    ask(tmp_path)
+    code = "import sys; from mpdist import cli; s = cli.main(sys.argv[1:]); print(s, 'torch' in sys.modules)"
+    command = [sys.executable, "-c", code, "launch", str(tmp_path / "asked.yaml"), "--dry-run", "--ranks", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "0 False"

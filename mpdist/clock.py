@@ -62,6 +62,11 @@ class Clock:
             self._settle()
             self._open.pop()
 
+    def backdate(self, unix: float) -> None:
+        """The session began at this time of day, before this clock did: that time is start-up. Before `resume`."""
+        self._here["start"] += max(0, int((self._began_unix - unix) * _NS))
+        self._began_unix = min(self._began_unix, unix)
+
     def _settle(self) -> None:
         now = self._now()
         self._here[self._open[-1]] += now - self._last

@@ -85,9 +85,12 @@ def _is_object(line: bytes) -> bool:
 def read_lines(path: str | Path) -> list[dict[str, Any]]:
     """Every whole line of a history, as written. The end may be in the middle of being written and is left out.
 
-    Raises UsageError for a broken line in the middle.
+    Raises UsageError for a broken line in the middle, or if there is no such file.
     """
-    data = Path(path).read_bytes()
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}", do="check that a run was started there") from error
     rows = []
     for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), 1):
         if not _is_object(line):

@@ -69,6 +69,7 @@ class RunDir:
         self.path = Path(os.path.abspath(path))
         self.rank = rank
         self.session = session
+        self.began = time.time()  # unix time of the session's start, as far as anyone knows
         self.changes: list[str] = []  # what open_run found to differ and to be allowed, for the resume event
         self.last_alive: float | None = None  # unix time of the last sign of life before this session
         self.previous: dict[str, Any] = {}  # status.json as the session before left it; empty for the first
@@ -129,7 +130,7 @@ class RunDir:
             except FileExistsError:  # another launcher was quicker; the lock sorts out who may run
                 continue
         (self.session_path() / "logs").mkdir()
-        kept = {"changes": self.changes, "last_alive": self.last_alive, "previous": self.previous}
+        kept = {"began": self.began, "changes": self.changes, "last_alive": self.last_alive, "previous": self.previous}
         self.write_env({**(env or {}), **kept})
         for path in (self.events_path, self.metrics_path):
             self._open(path)
@@ -139,7 +140,7 @@ class RunDir:
         """Take part in a session that the launcher started: what it found out on opening is taken over."""
         self.session = session
         env = read_json(self.session_path() / "env.json") or {}
-        self.changes = env.get("changes", [])
+        self.began, self.changes = env.get("began", self.began), env.get("changes", [])
         self.last_alive, self.previous = env.get("last_alive"), env.get("previous", {})
 
     def write_env(self, env: Mapping[str, Any]) -> None:

@@ -130,6 +130,22 @@ def test_a_stop_and_resume_without_lost_work() -> None:
     assert second.seconds("train", session=True) == 5
 
 
+def test_start_up_before_the_clock_existed_is_counted() -> None:
+    hands = Hands()
+    first = hands.clock()
+    spend(hands, first, train=10)
+    record, at = first.table(), hands.unix
+    hands.pass_(100)
+    launched = hands.unix
+    hands.pass_(7)
+    second = hands.clock()
+    second.backdate(launched)
+    second.resume(record, record, at, superseded=False)
+    assert second.table()["start"] == 7
+    assert second.table()["gap"] == 100
+    assert sum(second.table().values()) == pytest.approx(hands.unix - 1000.0)
+
+
 def test_a_kill_moves_superseded_work_to_lost() -> None:
     hands = Hands()
     first = hands.clock()

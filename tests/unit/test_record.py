@@ -227,6 +227,11 @@ def test_a_broken_line_in_the_middle_is_refused_with_its_number(tmp_path: Path) 
         read_lines(path)
 
 
+def test_a_history_that_is_not_there_is_a_usage_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_metrics(tmp_path)
+
+
 def test_a_full_disk_tears_no_line(tmp_path: Path) -> None:
     lines = Lines(tmp_path / "metrics.jsonl")
     with _file_limit(100):

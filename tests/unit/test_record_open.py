@@ -135,6 +135,7 @@ def test_another_cut_of_the_batch_resumes_and_is_listed(tmp_path: Path) -> None:
     worker = RunDir(run.path)
     worker.join(run.start_session())
     assert worker.changes == run.changes
+    assert worker.began == run.began
     run.status(state="running")
     assert worker.previous["state"] == "preempted"
     assert worker.previous["step"] == 3

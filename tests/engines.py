@@ -62,7 +62,7 @@ def draw(rows: int = 8, length: int = 16, seed: int = 0, vocab: int = 97) -> Row
 
 
 def cut(rows: Rows, micro: int, ranks: int, rank: int) -> Iterator[Rows]:
-    """This rank's micro-batches, dealt as the loop deals them: number m of rank r begins at row (m * ranks + r) * micro."""
+    """This rank's micro-batches, dealt as the loop deals them: the m-th of rank r begins at (m * ranks + r) * micro."""
     for begin in range(rank * micro, len(rows.ids), micro * ranks):
         yield Rows(rows.ids[begin : begin + micro], rows.labels[begin : begin + micro])
 

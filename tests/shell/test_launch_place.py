@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mpdist import launch
+from mpdist import launch, place
 from mpdist.config import Resolved, load
 from mpdist.errors import ConfigError, MachineError
 
@@ -58,7 +58,7 @@ def dry_run(resolved: Resolved, capsys: pytest.CaptureFixture[str], **options: i
     ],
 )
 def test_c97_devices_are_counted_as_the_driver_counts(listed: str, count: int) -> None:
-    assert launch.visible_devices({"CUDA_VISIBLE_DEVICES": listed}) == count
+    assert place.visible_devices({"CUDA_VISIBLE_DEVICES": listed}) == count
 
 
 def test_c97_visible_devices_are_kept_in_their_order(
@@ -101,21 +101,21 @@ def test_a_cuda_run_without_devices_is_the_machines_fault(tmp_path: Path, monkey
 
 
 def test_c98_threads_share_the_granted_cores() -> None:
-    assert launch.threads_for(2, 2, {}) == (1, "2 cores for 2 ranks")
-    assert launch.threads_for(8, 96, {})[0] == 12
-    assert launch.threads_for(4, 2, {})[0] == 1
-    assert launch.threads_for(2, 2, {"OMP_NUM_THREADS": "3"}) == (3, "as it was set")
-    assert launch.threads_for(1, 4, {"OMP_NUM_THREADS": ""})[0] == 4
+    assert place.threads_for(2, 2, {}) == (1, "2 cores for 2 ranks")
+    assert place.threads_for(8, 96, {})[0] == 12
+    assert place.threads_for(4, 2, {})[0] == 1
+    assert place.threads_for(2, 2, {"OMP_NUM_THREADS": "3"}) == (3, "as it was set")
+    assert place.threads_for(1, 4, {"OMP_NUM_THREADS": ""})[0] == 4
 
 
 def test_c98_granted_is_the_affinity_or_slurms_share() -> None:
     have = os.sched_getaffinity(0)
-    assert launch.granted_cores({}) == len(have)
-    assert launch.granted_cores({"SLURM_CPUS_PER_TASK": "1"}) == 1
-    assert launch.granted_cores({"SLURM_CPUS_PER_TASK": "4096"}) == len(have)
+    assert place.granted_cores({}) == len(have)
+    assert place.granted_cores({"SLURM_CPUS_PER_TASK": "1"}) == 1
+    assert place.granted_cores({"SLURM_CPUS_PER_TASK": "4096"}) == len(have)
     os.sched_setaffinity(0, {min(have)})
     try:
-        assert launch.granted_cores({}) == 1
+        assert place.granted_cores({}) == 1
     finally:
         os.sched_setaffinity(0, have)
 
@@ -141,7 +141,7 @@ def test_c98_the_value_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[
     ],
 )
 def test_the_first_host_of_slurms_list(nodelist: str, first: str) -> None:
-    assert launch.first_host(nodelist) == first
+    assert place.first_host(nodelist) == first
 
 
 def test_c91_an_address_that_is_not_the_first_host_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

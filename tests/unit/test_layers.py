@@ -36,6 +36,7 @@ LAYERS = {
     "watch": 2,
     "blame": 2,
     "supervise": 2,
+    "place": 2,
     "launch": 2,
     "assemble": 4,
     "train": 4,
@@ -55,7 +56,7 @@ ONLY_IN = {
     "datasets": {"data"},
     "accelerate": {"model"},
     "deepspeed": {"shard"},
-    "subprocess": {"launch", "supervise", "track"},  # track: W&B runs in a process of its own, which may hang or die
+    "subprocess": {"place", "supervise", "track"},  # track: W&B runs in a process of its own, which may hang or die
     "multiprocessing": set(),
 }
 

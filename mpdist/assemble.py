@@ -25,6 +25,7 @@ from .errors import MachineError, MpdistError, UsageError
 from .feed import Feed
 from .optim import Optimizer, schedule
 from .plan_memory import loss_chunk_rows
+from .probe import check_isolation
 from .reduce import Wire
 from .shard import Engine
 from .shard.ddp import Ddp
@@ -106,6 +107,8 @@ def assemble(resolved: Resolved, world: World, device: torch.device, say: Say) -
     for name, buffer in model.persistent_buffers(built):
         buffer.copy_(read(name, 0, buffer.shape[0] if buffer.dim() else 1))
     _check_masters(engine, policy, cfg)
+    if cfg.data.packing != "none":
+        check_isolation(engine.module, vocab, cfg.data.seq_len, device)
     optimizer = Optimizer(engine.parts, betas=tuple(cfg.optim.betas), eps=cfg.optim.eps, weight_decay=cfg.optim.weight_decay,
                           decay=cfg.optim.decay, fused=True if cfg.optim.fused == "auto" else cfg.optim.fused)  # fmt: skip
     order = Order(rows, cfg.batch.global_, cfg.seed, cfg.data.shuffle, cfg.data.last_window)

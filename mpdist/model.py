@@ -24,10 +24,8 @@ from torch import Tensor, nn
 
 from .errors import CheckpointError, UsageError
 from .loss import head_loss, logits_loss
+from .probe import ends_with_head, takes
 from .shard import Read
-
-# Set by models that change their logits after the head; such models keep their own forward (loss.logits_loss).
-_AFTER_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 
 
 @dataclass(frozen=True)
@@ -186,36 +184,48 @@ def give_loss(model: nn.Module, rows: int | Callable[[int], int]) -> str:
     The new forward takes input_ids [B, T], position_ids [B, T], index [N], targets [N] and factor (see loss.head_loss).
     rows: positions a chunk, or a function of the vocabulary that gives them.
     """
-    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config  # type: ignore[union-attr, operator]
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
     base = getattr(model, model.base_model_prefix, None) if hasattr(model, "base_model_prefix") else None  # type: ignore[arg-type]
-    experts = bool(getattr(config, "output_router_logits", False)) and _coefficient(config) > 0
-    plain_head = isinstance(head, nn.Linear) and isinstance(base, nn.Module)
-    changed = [key for key in _AFTER_HEAD if getattr(config, key, None) not in (None, 1, 1.0)]
-    whole = functools.partial(type(model).forward, model)
-    if plain_head and not changed and not experts:
+    coefficient = _router_coefficient(model)
+    own = type(model).forward
+    whole = functools.partial(own, model)
+    options = {"use_cache": False} if takes(own, "use_cache") else {}
+    placed = takes(own, "position_ids")
+    if not coefficient and ends_with_head(model, base, head):
 
         def forward(self: Any, input_ids: Tensor, position_ids: Tensor, index: Tensor, targets: Tensor, factor: Tensor) -> Any:  # fmt: skip
-            hidden = base(input_ids=input_ids, position_ids=position_ids, use_cache=False)[0]  # type: ignore[misc]
+            where = {"position_ids": position_ids} if placed else {}
+            hidden = base(input_ids=input_ids, **where, **options)[0]  # type: ignore[misc]
             return *head_loss(hidden, head.weight, head.bias, index, targets, factor, rows), None  # type: ignore[union-attr, arg-type]
 
         way = "chunked head"
     else:
 
         def forward(self: Any, input_ids: Tensor, position_ids: Tensor, index: Tensor, targets: Tensor, factor: Tensor) -> Any:  # fmt: skip
-            extra = {"output_router_logits": True} if experts else {}
-            out = whole(input_ids=input_ids, position_ids=position_ids, use_cache=False, **extra)
-            auxiliary = _coefficient(config) * out.aux_loss if experts else None
+            where = {"position_ids": position_ids} if placed else {}
+            extra = {"output_router_logits": True} if coefficient else {}
+            out = whole(input_ids=input_ids, **where, **options, **extra)
+            auxiliary = coefficient * out.aux_loss if coefficient else None
             return *logits_loss(out.logits, index, targets, factor, rows), auxiliary  # type: ignore[arg-type]
 
-        why = "router loss" if experts else ", ".join(changed) or "no plain output layer"
+        why = "router loss" if coefficient else "the model does more to its logits than its output layer"
         way = f"whole logits in the compute dtype ({why})"
     model.forward = types.MethodType(forward, model)
     return way
 
 
-def _coefficient(config: Any) -> float:
-    return float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0)
+def _router_coefficient(model: nn.Module) -> float:
+    """What a mixture of experts multiplies its router loss by; 0 where its config does not ask for that loss."""
+    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config  # type: ignore[union-attr, operator]
+    if not getattr(config, "output_router_logits", False):
+        return 0.0
+    names = ("router_aux_loss_coef", "aux_loss_coef")
+    found = next((v for owner in (model, config) for n in names if (v := getattr(owner, n, None)) is not None), None)
+    if not isinstance(found, int | float):
+        raise UsageError(f"{type(model).__name__} asks for a router loss, but says nowhere with which weight",
+                         f"output_router_logits is true and there is none of {', '.join(names)}",
+                         "set output_router_logits to false in the model's config, or give the weight there")  # fmt: skip
+    return float(found)
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------

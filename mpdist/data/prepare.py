@@ -181,10 +181,10 @@ def _make(job: _Job, datasets: dict[int, str]) -> Path:
     finally:
         stream.close()
     write_json(part / "index.json", index)
-    for name in ("progress.json", *(name for name, _ in Stream.FILES)):
-        (part / name).unlink()
     shutil.rmtree(folder, ignore_errors=True)  # only ever there without its index
     os.rename(part, folder)
+    for name in (*Stream.EXTRAS, *(name for name, _ in Stream.FILES)):  # after the rename: a kill here costs disk only
+        (folder / name).unlink()
     return folder
 
 

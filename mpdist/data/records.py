@@ -160,8 +160,8 @@ def _fields(value: Any, names: dict[str, str], maybe: dict[str, str], inner: dic
             there = ", ".join(map(repr, value)) or "nothing"
             return Bad("missing field", f"the record has no {column!r}; it has {there}")
         item = value[column]
-        if inner and isinstance(item, list):
-            item = [{inner.get(k, k): v for k, v in m.items()} if isinstance(m, dict) else m for m in item]
+        if name == "messages" and isinstance(item, list):
+            item = [_message(m, inner) for m in item]
         bad = _check_messages(item, column) if name == "messages" else _check_text(item, column)
         if bad is not None:
             return bad
@@ -170,6 +170,13 @@ def _fields(value: Any, names: dict[str, str], maybe: dict[str, str], inner: dic
         if value.get(column):
             data[name] = value[column]
     return data
+
+
+def _message(message: Any, inner: dict[str, str]) -> Any:
+    """Under mpdist's names, and without the nulls by which a table says that this message lacks what another has."""
+    if not isinstance(message, dict):
+        return message
+    return {inner.get(k, k): v for k, v in message.items() if v is not None or inner.get(k, k) == "content"}
 
 
 def _check_text(item: Any, column: str) -> Bad | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mpdist.data.store import write_json
-from mpdist.errors import UsageError
+from mpdist.errors import MachineError, UsageError
 
 COMMIT_S = 2.0  # at most so much work is lost to a kill, and something is written for good so often
 RACY_S = 2.0  # a file changed so shortly before it was read may change again without a new time stamp
@@ -36,6 +37,7 @@ class Stream:
     """All documents in the order of the records: ids, whether each is a target, and the documents' lengths."""
 
     FILES = (("ids.bin", np.int32), ("targets.bin", np.uint8), ("lengths.bin", np.int64))
+    EXTRAS = ("progress.json", "owner")
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -45,6 +47,8 @@ class Stream:
         for file, (_, dtype), count in zip(self.files, self.FILES, self._counts(), strict=True):
             file.truncate(count * np.dtype(dtype).itemsize)
         self.committed = time.monotonic()
+        self.token = secrets.token_hex(8)
+        (folder / "owner").write_text(self.token)
 
     def _counts(self) -> tuple[int, int, int]:
         return self.state.tokens, self.state.tokens, self.state.documents
@@ -68,6 +72,13 @@ class Stream:
     def commit(self, force: bool = False) -> None:
         if not force and time.monotonic() - self.committed < COMMIT_S:
             return
+        owner = (self.folder / "owner").read_text()
+        if owner != self.token:
+            raise MachineError(
+                f"two processes write {self.folder} at once",
+                "the file system's locks do not reach from one host to the other",
+                "prepare the data before the launch with `mpdist prepare`, or set data.cache to another file system",
+            )
         for file in self.files:
             file.flush()
             os.fsync(file.fileno())

@@ -43,6 +43,9 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 
 
+_VOCABULARIES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab*")
+
+
 class Document(NamedTuple):
     """Token ids, and whether each is a target: from index ``targets`` on, or one number 0 or 1 a token."""
 
@@ -89,6 +92,12 @@ def tokenizer_folder(name: str, revision: str | None = None) -> Path | None:
         raise UsageError(f"tokenizer = {name}", "it is neither bytes, nor a folder that exists, nor a hub id")
     from huggingface_hub import snapshot_download
 
+    try:  # what was fetched before is taken as it is: all ranks get the same, and none asks the hub
+        folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
+        if any(file for pattern in _VOCABULARIES for file in folder.glob(pattern)):
+            return folder
+    except (OSError, ValueError):
+        pass  # not here yet
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(TOKENIZER_FILES)))
     except Exception as error:  # the hub client raises its own, requests' and the operating system's errors
@@ -318,6 +327,7 @@ def _fast_core(tokenizer: Any) -> Any:
     if any(getattr(type(tokenizer), name) is not getattr(plain, name) for name in ("_encode_plus", "__call__")):
         return None  # a class with its own way of encoding
     core = tokenizer.backend_tokenizer
+    core.encode_special_tokens = tokenizer.split_special_tokens
     core.no_truncation()
     core.no_padding()
     return core

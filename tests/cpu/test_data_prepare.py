@@ -145,6 +145,19 @@ def test_a_full_disk_is_the_machines_fault_and_told_once(tmp_path: Path, monkeyp
     assert quiet(str(tmp_path / "a.jsonl"), **settings(tmp_path)).is_dir()
 
 
+def test_two_hosts_whose_locks_do_not_meet_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules["mpdist.data.prepare"]
+    add = module._add
+
+    def another_begins(job: Any, stream: Any, *arguments: Any) -> None:
+        add(job, stream, *arguments)
+        (stream.folder / "owner").write_text("another")
+
+    monkeypatch.setattr(module, "_add", another_begins)
+    with pytest.raises(MachineError, match="two processes write"):
+        quiet(documents(tmp_path / "a.jsonl"), **settings(tmp_path))
+
+
 def test_waiting_says_for_whom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guard, "WAIT_LINE_S", 0.2)
     path = documents(tmp_path / "a.jsonl")

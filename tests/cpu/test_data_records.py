@@ -127,6 +127,9 @@ def test_bad_messages(tmp_path: Path) -> None:
     bad.append([{"role": "user", "content": " "}])
     found = texts(Source(lines(tmp_path / "a.jsonl", *({"messages": m} for m in bad)), "messages"))
     assert all(isinstance(item, Bad) for item in found)
+    nulls = [{"role": "user", "content": "a", "name": None}, {"role": "tool", "content": "b", "name": "c"}]
+    table = Source(lines(tmp_path / "nulls.jsonl", {"messages": nulls}), "messages")
+    assert texts(table) == [{"messages": [{"role": "user", "content": "a"}, nulls[1]]}]
     odd = Source(
         lines(tmp_path / "b.jsonl", {"talk": [{"from": "user", "value": "hi"}]}),
         "messages",

@@ -95,7 +95,8 @@ def check_isolation(module: nn.Module, vocabulary: int, longest: int, device: to
     leaks = torch.tensor(float(packed > 0.2 * plain), device=device)
     dist.all_reduce(leaks, op=dist.ReduceOp.MAX)
     if leaks.item():
-        raise UsageError(f"data.packing: in {type(module).__name__.removeprefix("FSDP")} a packed document sees the one before it",
+        name = type(module).__name__.removeprefix("FSDP")
+        raise UsageError(f"data.packing: in {name} a packed document sees the one before it",
                          f"changing the first document moved the loss of the second by {packed:.3g}: this architecture"
                          " does not separate documents by their positions",
                          "set data.packing: none")  # fmt: skip

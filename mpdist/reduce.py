@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from .dist import Level, Mesh
+from mpdist.dist import Level, Mesh
 
 # torch 2.13 renamed the call and warns about the old name.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -59,6 +59,8 @@ class Wire:
         self.mesh, self.wire, self.sum_fp32 = mesh, wire, sum_fp32
         self.bytes = Bytes()
         self.poisoned = False  # drill: the next addend of this rank gets +inf in one element
+        self._exact: Wire | None = None  # the next reduction is done by this one too
+        self._error: torch.Tensor | None = None
         # An FP32 wire is summed in FP32 by NCCL as well, without our buffers.
         self._by_backend = dist.get_backend() == "nccl" and (wire == torch.float32 or not sum_fp32)
 
@@ -68,6 +70,11 @@ class Wire:
         """Collective over the shard group. out: [n] FP32, this rank's chunk of the sum; inp: [shard_size * n]."""
         self._drill(inp)
         levels = self.mesh.scatter
+        reference = None
+        if levels and self._exact is not None:
+            exact, self._exact = self._exact, None
+            reference = torch.empty_like(out, dtype=torch.float32)
+            exact.reduce_scatter(reference, inp)
         if not levels:
             out.copy_(inp)
         elif len(levels) == 1:
@@ -81,14 +88,46 @@ class Wire:
             node_sum = torch.empty(outer.size * chunk, dtype=torch.float32, device=inp.device)
             self._exchange(node_sum, by_local, inner)
             self._exchange(out, node_sum, outer)
+        if reference is not None:
+            self._keep_error(out, reference)
 
     def add_replicas(self, tensor: torch.Tensor) -> None:
         """Collective over the replica group. tensor: FP32, replaced by the sum, the same bits on every replica."""
-        self._all_reduce(tensor, self.mesh.replicas)()
+        self.start_add_replicas(tensor)()
 
     def start_add_replicas(self, tensor: torch.Tensor) -> Callable[[], None]:
         """As `add_replicas`, but returns once the first exchange has started; the caller calls the result to wait."""
-        return self._all_reduce(tensor, self.mesh.replicas)
+        self._drill(tensor)
+        levels = self.mesh.replicas
+        if not levels or self._exact is None:
+            return self._all_reduce(tensor, levels)
+        exact, self._exact = self._exact, None
+        reference = tensor.clone()
+        exact.add_replicas(reference)
+        wait = self._all_reduce(tensor, levels)
+
+        def finish() -> None:
+            wait()
+            self._keep_error(tensor, reference)
+
+        return finish
+
+    # -- error of a sample ------------------------------------------------------------------------------------
+
+    def sample(self) -> None:
+        """The next reduction is done a second time in FP32, uncounted; `take_error` says how far the two are apart."""
+        self._error = None
+        if self.wire != torch.float32:
+            self._exact = Wire(self.mesh, torch.float32, True)
+
+    def take_error(self) -> torch.Tensor | None:
+        """[squares of the error, squares of the FP32 sum] over this rank's share, FP64; None without a sample."""
+        error, self._error, self._exact = self._error, None, None
+        return error
+
+    def _keep_error(self, result: torch.Tensor, reference: torch.Tensor) -> None:
+        gap = (result.double() - reference.double()).square().sum()
+        self._error = torch.stack([gap, reference.double().square().sum()])
 
     def _drill(self, addend: torch.Tensor) -> None:
         if self.poisoned:
@@ -122,7 +161,6 @@ class Wire:
             out.copy_(total)
 
     def _all_reduce(self, tensor: torch.Tensor, levels: tuple[Level, ...]) -> Callable[[], None]:
-        self._drill(tensor)
         if not levels:
             return _done
         if len(levels) == 2:

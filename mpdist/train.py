@@ -18,23 +18,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from . import checkpoint, diagnose, ledger
-from .assemble import Parts, assemble, save_hf, switches, worlds_plan
-from .clock import Clock, Rate
-from .dist import on_first, pick_device, start, stop
-from .drill import Drill
-from .env import environment
-from .errors import Diverged, Preempted, UsageError
-from .feed import Batch
-from .formats import mfu
-from .optim import square_sum
-from .precision import Decision, Reason, Verdict
-from .record import open_run
-from .track import Progress, Tracker
+from mpdist import checkpoint, diagnose, ledger
+from mpdist.assemble import assemble, save_hf, switches, worlds_plan
+from mpdist.clock import Clock, Rate
+from mpdist.dist import on_first, pick_device, start, stop
+from mpdist.drill import Drill
+from mpdist.env import environment
+from mpdist.errors import Diverged, Preempted, UsageError
+from mpdist.feed import Batch
+from mpdist.formats import mfu
+from mpdist.optim import square_sum
+from mpdist.precision import Decision, Reason, Verdict
+from mpdist.record import open_run
+from mpdist.telemetry import Telemetry
+from mpdist.track import Progress, Tracker
 
 if TYPE_CHECKING:
-    from .config import Resolved
-    from .worker import Seat
+    from mpdist.config import Resolved
+    from mpdist.worker import Seat
 
 
 @dataclass
@@ -78,6 +79,10 @@ class Run:
     def go(self) -> int:
         if not self.set_up():
             return 0
+        return self.preempted() if self.loop() else self.finished()
+
+    def loop(self) -> bool:
+        """Windows until the budget is spent; whether a stop was asked for before that."""
         window, clock, cfg = self.parts.window, self.clock, self.cfg
         batch: Batch | None = None
         while not self.is_done():
@@ -103,20 +108,22 @@ class Run:
                 self.log(out, last)
             else:
                 self.skipped(out, batch)
+                self.parts.engine.clear()
             if out.decision.applied and self.evaluates(last):
                 self.evaluate()
             if out.decision.applied and (last or (cfg.checkpoint.every and window.step % cfg.checkpoint.every == 0)):
                 self.save()
             if out.stop and not last:
-                return self.preempted()
-        return self.finished()
+                return True
+        return False
 
     def attempt(self, batch: Batch) -> Outcome:
         """One window: forward, backward and reduction of its micro-batches, the verdict, and the step if it is applied."""
         parts, window, engine = self.parts, self.parts.window, self.parts.engine
         if batch.labels == 0:
             return Outcome(window.close_empty(), math.nan, 0.0, self.agreed_stop(), 0.0)
-        number = window.attempt + 1
+        number, coming = window.attempt + 1, window.step + 1
+        self.telemetry.begin(coming % self.cfg.track.every == 0 or coming == parts.steps)
         self.seed_window(batch.number)
         factor = torch.full((), window.scale / batch.labels, dtype=torch.float32, device=self.device)
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -155,12 +162,15 @@ class Run:
         if decision.applied:
             if decision.factor != 1.0:
                 torch._foreach_mul_(gradients, decision.factor)
+            self.telemetry.hold()
             parts.optimizer.step(gradients, parts.lr(window.step))
+            self.figures = self.telemetry.read()
             engine.refresh()
             if self.wants_ledger:
                 self.write_ledger(gradients)
         self.wire_bytes = sum(parts.wire.bytes.take())
-        engine.clear()
+        if decision.applied:
+            engine.clear()  # else `skipped` may look at them first
         return Outcome(decision, total / batch.labels, aux, stop > 0, seconds)
 
     def exchange(self, squares: torch.Tensor, loss: torch.Tensor, auxiliary: torch.Tensor) -> list[float]:
@@ -214,6 +224,7 @@ class Run:
                 print(f"{self.run.path} is finished: nothing to do")
             return False
         seat.take(session)
+        self.clock.backdate(self.run.began)
         with self.clock("load"):
             self.parts = assemble(self.resolved, seat.world, self.device, self.say)
         self.hf = self.run.path / "hf"
@@ -221,6 +232,8 @@ class Run:
         self.seconds, self.passed, self.passed_tokens, self.wire_bytes = 0.0, 0, 0, 0
         self.compiling = cfg.model.compile != "none"
         self.wants_ledger = True
+        self.telemetry = Telemetry(self.parts.optimizer, self.parts.wire)
+        self.figures = {}
         self.reach: diagnose.Reach | None = diagnose.Reach(self.parts.engine)
         with self.clock("load"):
             self.resume(mode)
@@ -315,7 +328,7 @@ class Run:
         return checkpoint.newest(self.run.checkpoints, refused)
 
     def fired_before(self) -> list[str]:
-        from .lines import read_lines
+        from mpdist.lines import read_lines
 
         path = self.run.events_path
         return [e["reason"] for e in read_lines(path) if e["event"] == "drill"] if path.exists() else []
@@ -341,6 +354,7 @@ class Run:
             "train/label_tokens": count.label_tokens, "train/tokens": count.tokens, "train/slots": count.slots,
             "scale/value": out.decision.scale, "scale/skipped": window.skipped, "wire/grad_bytes": self.wire_bytes,
             "mem/peak_allocated_bytes": allocated, "mem/peak_reserved_bytes": reserved, **self.clock.metrics(),
+            **self.figures,
         }  # fmt: skip
         if out.auxiliary:
             row["train/aux_loss"] = out.auxiliary

@@ -16,21 +16,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from . import arch, formats, model, plan, precision
-from .config import Config, Resolved
-from .data import Order, Rows, load_tokenizer, open_rows
-from .data.command import from_config
-from .dist import build_mesh
-from .errors import MachineError, MpdistError, UsageError
-from .feed import Feed
-from .optim import Optimizer, schedule
-from .plan_memory import loss_chunk_rows
-from .probe import check_isolation
-from .reduce import Wire
-from .shard import Engine
-from .shard.ddp import Ddp
-from .shard.fsdp2 import Fsdp2
-from .world import World
+from mpdist import arch, formats, model, plan, precision
+from mpdist.config import Config, Resolved
+from mpdist.data import Order, Rows, check_vocabulary, load_tokenizer, open_rows
+from mpdist.data.command import from_config
+from mpdist.dist import build_mesh
+from mpdist.errors import MachineError, MpdistError, UsageError
+from mpdist.feed import Feed
+from mpdist.optim import Optimizer, schedule
+from mpdist.plan_memory import loss_chunk_rows
+from mpdist.probe import check_isolation
+from mpdist.reduce import Wire
+from mpdist.shard import Engine
+from mpdist.shard.ddp import Ddp
+from mpdist.shard.fsdp2 import Fsdp2
+from mpdist.world import World
 
 Say = Callable[[str], None]
 
@@ -91,14 +91,14 @@ def assemble(resolved: Resolved, world: World, device: torch.device, say: Say) -
     config = model.read_config(source)
     built = model.build(copy.deepcopy(config), cfg.model.attention, cfg.model.trust_remote_code)
     config.architectures = [type(built).__name__]
-    _check_attention(built, rows, cfg)
+    _check_attention(built, cfg)
     model.freeze(built, list(cfg.model.freeze))
     blocks = model.find_blocks(built)
     model.checkpoint_blocks(blocks, cfg.memory.checkpointing)
     if cfg.model.compile == "blocks":
         model.compile_blocks(blocks)
-    vocab = built.get_input_embeddings().weight.shape[0]  # type: ignore[operator, union-attr]
-    _check_ids(rows, vocab, cfg)
+    vocab = built.get_input_embeddings().weight.shape[0]
+    check_vocabulary(rows, vocab)
     way = model.give_loss(built, loss_chunk_rows(vocab, cfg.batch.micro * cfg.data.seq_len, cfg.memory.loss_chunk))
     policy = _policy(cfg)
     wire, engine = _engine(cfg, built, blocks, policy, world, device)
@@ -106,7 +106,7 @@ def assemble(resolved: Resolved, world: World, device: torch.device, say: Say) -
     engine.load(read)
     for name, buffer in model.persistent_buffers(built):
         buffer.copy_(read(name, 0, buffer.shape[0] if buffer.dim() else 1))
-    _check_masters(engine, policy, cfg)
+    _check_masters(engine, policy)
     if cfg.data.packing != "none":
         check_isolation(engine.module, vocab, cfg.data.seq_len, device)
     optimizer = Optimizer(engine.parts, betas=tuple(cfg.optim.betas), eps=cfg.optim.eps, weight_decay=cfg.optim.weight_decay,
@@ -121,7 +121,8 @@ def assemble(resolved: Resolved, world: World, device: torch.device, say: Say) -
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     facts = {
         "device": name, "backend": dist.get_backend(), "threads": torch.get_num_threads(), "loss": way, "weights": how,
-        "attention": getattr(built.config, "_attn_implementation", None), "data": {"train": rows.digest, "eval": eval_rows.digest if eval_rows else None},
+        "attention": getattr(built.config, "_attn_implementation", None),
+        "data": {"train": rows.digest, "eval": eval_rows.digest if eval_rows else None},
         "rows": len(rows), "scale": _scale_facts(cfg), "tf32": cfg.precision.tf32, "deterministic": cfg.deterministic,
         "model_flops_per_token": flops, "peak_flops": formats.peak_flops(name, cfg.precision.compute, cfg.precision.tf32),
     }  # fmt: skip
@@ -190,7 +191,7 @@ def _scale_facts(cfg: Config) -> dict[str, Any]:
     return {**cfg.precision.scale.model_dump(), "mode": mode}
 
 
-def _check_masters(engine: Engine, policy: precision.Policy, cfg: Config) -> None:
+def _check_masters(engine: Engine, policy: precision.Policy) -> None:
     """Verify, do not trust: every trainable parameter's master has the dtype that the policy says."""
     odd = [
         f"{p.name} is {p.tensor.dtype}"
@@ -211,7 +212,7 @@ def _check_masters(engine: Engine, policy: precision.Policy, cfg: Config) -> Non
                              "use precision.compute: bf16, or keep that module in FP32 with precision.keep_fp32")  # fmt: skip
 
 
-def _check_attention(built: nn.Module, rows: Rows, cfg: Config) -> None:
+def _check_attention(built: nn.Module, cfg: Config) -> None:
     limit = getattr(built.config, "max_position_embeddings", None)
     if isinstance(limit, int) and cfg.data.seq_len > limit:
         warnings.warn(
@@ -219,12 +220,6 @@ def _check_attention(built: nn.Module, rows: Rows, cfg: Config) -> None:
         )
     if cfg.model.attention == "flex_attention" and not torch.cuda.is_available():
         raise MachineError("model.attention = flex_attention", "it has no backward on a CPU", "use sdpa or eager")
-
-
-def _check_ids(rows: Rows, vocab: int, cfg: Config) -> None:
-    from .data import check_vocabulary
-
-    check_vocabulary(rows, vocab)
 
 
 def _span(cfg: Config, rows: Rows, order: Order) -> dict[str, Any]:

@@ -30,11 +30,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .errors import CheckpointError
-from .lines import dump, write_atomic
-from .model import persistent_buffers
-from .optim import Optimizer
-from .shard import Engine
+from mpdist.errors import CheckpointError
+from mpdist.lines import dump, write_atomic
+from mpdist.model import persistent_buffers
+from mpdist.optim import Optimizer
+from mpdist.shard import Engine
 
 MANIFEST = "manifest.json"
 _NAME = "step-{:08d}"

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .errors import UsageError
-from .feed import Batch, Micro
-from .precision import Reason
-from .shard import Engine
+from mpdist.errors import UsageError
+from mpdist.feed import Batch, Micro
+from mpdist.precision import Reason
+from mpdist.shard import Engine
 
 
 class Reach:

@@ -19,8 +19,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .errors import MachineError, MpdistError
-from .world import World
+from mpdist.errors import MachineError, MpdistError
+from mpdist.world import World
+
+
+class _MissingRank(MachineError):
+    lost_peer = True  # the rank to blame is another one
+
 
 _T = TypeVar("_T")
 _KEY = "mpdist/present/{}"
@@ -33,7 +38,7 @@ def pick_device(world: World, wish: str) -> torch.device:
     count = torch.cuda.device_count()
     if count == 0:
         raise MachineError("launch.device = cuda, but this machine shows no CUDA device",
-                           "torch.cuda.device_count() is 0", "set launch.device: cpu, or check the driver and CUDA_VISIBLE_DEVICES")  # fmt: skip
+                           "torch.cuda.device_count() is 0", "set launch.device: cpu, or check the driver")  # fmt: skip
     # Where the scheduler shows each rank only its own device, that device is number 0 whatever the local rank.
     index = 0 if count == 1 and world.local_ranks > 1 and wish != "auto" else world.local_rank
     if index >= count:
@@ -57,7 +62,7 @@ def start(world: World, device: torch.device, timeout: timedelta) -> None:
         missing = [rank for rank in missing if not store.check([_KEY.format(rank)])]
         if missing and time.monotonic() > deadline:
             names = ", ".join(str(rank) for rank in missing)
-            raise MachineError(f"rank {names} missing: {len(missing)} of {world.ranks} ranks did not start",
+            raise _MissingRank(f"rank {names} missing: {len(missing)} of {world.ranks} ranks did not start",
                                f"launch.timeout = {timeout.total_seconds():g} s is over",
                                "look at the log of the missing rank's node, or raise launch.timeout")  # fmt: skip
         if missing:
@@ -76,7 +81,7 @@ def _store(world: World, timeout: timedelta) -> dist.Store:
         )
     except (dist.DistError, RuntimeError, ValueError) as error:
         raise MachineError(f"rank {world.rank} cannot reach the meeting point {address}:{port}",
-                           str(error).splitlines()[0], "check MASTER_ADDR, MASTER_PORT and that rank 0 has started")  # fmt: skip
+                           str(error).splitlines()[0], "check MASTER_ADDR, MASTER_PORT and that rank 0 has started") from error  # fmt: skip
 
 
 def stop() -> None:
@@ -96,7 +101,7 @@ def on_first(act: Callable[[], _T]) -> _T:
     dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
         raise outcome[1]
-    return outcome[0]  # type: ignore[no-any-return]
+    return outcome[0]
 
 
 def together(act: Callable[[], _T]) -> list[_T]:
@@ -108,9 +113,9 @@ def together(act: Callable[[], _T]) -> list[_T]:
         outcome = None, error
     results: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(results, outcome)
-    for _, error in results:
-        if error is not None:
-            raise error
+    for _, failure in results:
+        if failure is not None:
+            raise failure
     return [value for value, _ in results]
 
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from .checkpoint import Found, newest, open_checked
-from .errors import CheckpointError, UsageError
-from .precision import DTYPES
+from mpdist.checkpoint import Found, newest, open_checked
+from mpdist.errors import CheckpointError, UsageError
+from mpdist.precision import DTYPES
 
 _SHARD_BYTES = 4 * 10**9  # of the files written, and the most that is held in memory at once
 
@@ -30,9 +30,13 @@ def run(source: str, folder: str, dtype: str | None = None) -> int:
     found = _find(Path(source))
     target = Path(folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UsageError(f"{target} exists", "an export never writes over anything", "give a new folder, or remove that one")
+        raise UsageError(
+            f"{target} exists", "an export never writes over anything", "give a new folder, or remove that one"
+        )
     config = json.loads((found.path / "hf" / "config.json").read_text())
-    stored = DTYPES[dtype] if dtype else getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"))
+    stored = (
+        DTYPES[dtype] if dtype else getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "float32"))
+    )
     aside = target.with_name(f".{target.name}.aside")
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -74,12 +78,15 @@ def _write(found: Found, folder: Path, dtype: torch.dtype) -> int:
         if name.startswith(("model.", "buffer."))
     }
     shards: list[dict[str, torch.Tensor]] = [{}]
-    held, total, elements, files = 0, 0, 0, []
+    held, total, elements = 0, 0, 0
+    files: list[Path] = []
     weight_map: dict[str, str] = {}
     for name, stored_name in sorted(names.items()):
         tensor = read_tensor(reader, stored_name)
         if not torch.isfinite(tensor).all():
-            raise CheckpointError(f"{name} holds non-finite values in {found.path}", "the model would be useless", "use an earlier checkpoint")  # fmt: skip
+            raise CheckpointError(
+                f"{name} holds non-finite values in {found.path}", "the model would be useless", "use an earlier checkpoint"
+            )  # fmt: skip
         if tensor.is_floating_point() and stored_name.startswith("model."):
             elements += tensor.numel()
             tensor = _cast(name, tensor, dtype)

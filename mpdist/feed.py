@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .data import IGNORED, Order, Rows, collate, deal
+from mpdist.data import IGNORED, Order, Rows, collate, deal
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,14 @@ class Feed:
         arrays = collate(self.rows, numbers, self.micro, self._width(numbers))
         labels = arrays["labels"].reshape(-1)
         index = np.flatnonzero(labels != IGNORED)
-        sent = [self._send(a) for a in (arrays["input_ids"], arrays["position_ids"], index, labels[index])]
-        return Micro(*sent, labels=len(index), rows=numbers)
+        return Micro(
+            input_ids=self._send(arrays["input_ids"]),
+            position_ids=self._send(arrays["position_ids"]),
+            index=self._send(index),
+            targets=self._send(labels[index]),
+            labels=len(index),
+            rows=numbers,
+        )
 
     def _send(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(np.ascontiguousarray(array))

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .optim import Optimizer
-from .shard import Part
+from mpdist.optim import Optimizer
+from mpdist.shard import Part
 
 
 def measure(

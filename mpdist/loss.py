@@ -128,10 +128,10 @@ def head_loss(
     targets: [N] int64; factor: FP32 scalar tensor; rows: positions a chunk.
     """
     flat = hidden.reshape(-1, hidden.shape[-1]).index_select(0, index)
-    return _HeadLoss.apply(flat.to(weight.dtype), weight, bias, targets, factor, rows)  # type: ignore[no-any-return]
+    return _HeadLoss.apply(flat.to(weight.dtype), weight, bias, targets, factor, rows)
 
 
 def logits_loss(logits: Tensor, index: Tensor, targets: Tensor, factor: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """As `head_loss`, from the model's own logits [B, T, V]."""
     flat = logits.reshape(-1, logits.shape[-1]).index_select(0, index)
-    return _LogitsLoss.apply(flat, targets, factor, rows)  # type: ignore[no-any-return]
+    return _LogitsLoss.apply(flat, targets, factor, rows)

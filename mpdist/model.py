@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .errors import CheckpointError, UsageError
-from .loss import head_loss, logits_loss
-from .probe import ends_with_head, takes
-from .shard import Read
+from mpdist.errors import CheckpointError, MpdistError, UsageError
+from mpdist.loss import head_loss, logits_loss
+from mpdist.probe import ends_with_head, takes
+from mpdist.shard import Read
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def build(config: Any, attention: str, trust_remote_code: bool = False) -> nn.Mo
     model.tie_weights()  # building on the meta device has undone it
     model.config.use_cache = False  # a cache in training costs memory and switches packing off without a word
     model.train()
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 @contextlib.contextmanager
@@ -135,7 +135,7 @@ def checkpoint_blocks(blocks: list[nn.Module], mode: str) -> None:
     step = int(mode.split()[1]) if mode.startswith("every") else 1
     context = {"context_fn": _save_products} if mode == "selective" else {}
     for block in blocks[::step]:
-        block.forward = functools.partial(  # type: ignore[method-assign]
+        block.forward = functools.partial(
             checkpoint, block.forward, use_reentrant=False, preserve_rng_state=True, **context
         )
 
@@ -172,7 +172,7 @@ def _save_products() -> Any:
 def compile_blocks(blocks: list[nn.Module]) -> None:
     """Each block compiled by itself, after checkpointing and before it is sharded."""
     for block in blocks:
-        block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
+        block.forward = torch.compile(block.forward)
 
 
 # -- forward with a loss ----------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def give_loss(model: nn.Module, rows: int | Callable[[int], int]) -> str:
     rows: positions a chunk, or a function of the vocabulary that gives them.
     """
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
-    base = getattr(model, model.base_model_prefix, None) if hasattr(model, "base_model_prefix") else None  # type: ignore[arg-type]
+    base = getattr(model, model.base_model_prefix, None) if hasattr(model, "base_model_prefix") else None
     coefficient = _router_coefficient(model)
     own = type(model).forward
     whole = functools.partial(own, model)
@@ -216,7 +216,7 @@ def give_loss(model: nn.Module, rows: int | Callable[[int], int]) -> str:
 
 def _router_coefficient(model: nn.Module) -> float:
     """What a mixture of experts multiplies its router loss by; 0 where its config does not ask for that loss."""
-    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config  # type: ignore[union-attr, operator]
+    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     if not getattr(config, "output_router_logits", False):
         return 0.0
     names = ("router_aux_loss_coef", "aux_loss_coef")
@@ -253,9 +253,18 @@ def open_weights(source: Source, config: Any, model: nn.Module, device: torch.de
         files = _safetensors(source)
         if files is not None and _fits(files, wanted, model):
             return _slices(files), "each rank reads its rows", []
-    whole = None
+    whole, error = None, None
     if not dist.is_initialized() or dist.get_rank() == 0:
-        whole = _build_whole(source, config)
+        try:
+            whole = _build_whole(source, config)
+        except MpdistError as problem:
+            error = problem
+    if dist.is_initialized():
+        outcome = [error]
+        dist.broadcast_object_list(outcome, src=0, device=device)
+        error = outcome[0]
+    if error is not None:
+        raise error
     return _from_rank_zero(whole, wanted, device), "rank 0 reads and sends", []
 
 
@@ -312,7 +321,7 @@ def _slices(files: dict[str, Path]) -> Read:
             opened.clear()  # one open map at a time; names come nearly in file order
             opened[path] = safe_open(path, framework="pt").__enter__()
         rows = opened[path].get_slice(name)
-        return rows[start:stop] if rows.get_shape() else opened[path].get_tensor(name)  # type: ignore[no-any-return]
+        return rows[start:stop] if rows.get_shape() else opened[path].get_tensor(name)
 
     return read
 
@@ -323,13 +332,13 @@ def _build_whole(source: Source, config: Any) -> nn.Module:
     if source.path is None:
         torch.manual_seed(source.seed)
         with _quiet():
-            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-any-return]
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             source.path, dtype="auto", revision=source.revision, trust_remote_code=source.trust_remote_code,
             output_loading_info=True,
         )  # fmt: skip
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise CheckpointError(f"model.path = {source.path}: {_first(error)}", "transformers cannot load the weights",
                               "check that the folder is whole") from error  # fmt: skip
     lacking = sorted(info["missing_keys"])
@@ -340,7 +349,7 @@ def _build_whole(source: Source, config: Any) -> nn.Module:
             "the model would train from random numbers in their place",
             "use a checkpoint of this architecture",
         )
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def _from_rank_zero(whole: nn.Module | None, wanted: dict[str, tuple[int, ...]], device: torch.device) -> Read:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .shard import Part
+from mpdist.shard import Part
 
 
 class Optimizer:
@@ -22,10 +23,14 @@ class Optimizer:
     ) -> None:
         self.parts = [part for part in parts if part.trainable]
         self.params = [torch.nn.Parameter(part.tensor) for part in self.parts]  # same storage as the master
-        decayed, plain = [], []
+        decayed: list[Tensor] = []
+        plain: list[Tensor] = []
         for part, param in zip(self.parts, self.params, strict=True):
             (decayed if decay == "all" or len(part.shape) >= 2 else plain).append(param)
-        groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+        groups: list[dict[str, Any]] = [
+            {"params": decayed, "weight_decay": weight_decay},
+            {"params": plain, "weight_decay": 0.0},
+        ]
         self.adam = torch.optim.AdamW(
             [group for group in groups if group["params"]], lr=0.0, betas=betas, eps=eps, fused=fused, foreach=None if fused else False
         )  # fmt: skip

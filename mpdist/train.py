@@ -180,7 +180,7 @@ class Run:
         control = torch.cat([torch.stack([squares.to(self.device) / self.parts.engine.replicas, loss, auxiliary]), own])
         if self.seat.world.ranks > 1:
             dist.all_reduce(control)
-        return control.tolist()  # type: ignore[no-any-return]
+        return control.tolist()
 
     def agreed_stop(self) -> bool:
         vote = torch.tensor(float(self.seat.stop.asked is not None), device=self.device)

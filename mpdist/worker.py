@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpdist import watch
-from mpdist.errors import MpdistError, Preempted
+from mpdist.errors import Diverged, MpdistError
 from mpdist.record import RunDir
 
 if TYPE_CHECKING:
@@ -56,25 +56,22 @@ def main(resolved: Resolved, world: World) -> int:
     try:
         from mpdist import train
 
-        status = train.run(resolved, seat)
-    except Preempted as error:
-        status = error.status
-    except MpdistError as error:
-        return _failed(seat, error, error.status)
-    except Exception as error:
-        return _failed(seat, error, 1)
-    if seat.record is not None:
-        seat.record.ended(status)
-    return status
+        return train.run(resolved, seat)
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # some of torch's errors lie outside Exception
+        return _failed(seat, error)
 
 
-def _failed(seat: Seat, error: BaseException, status: int) -> int:
+def _failed(seat: Seat, error: BaseException) -> int:
+    status = error.status if isinstance(error, MpdistError) else 1
     if seat.record is not None:
         seat.record.failed(error)
     elif seat.world.is_first:
         print(error, file=sys.stderr)
-    if seat.world.is_first and seat.run.session:
-        state: dict[str, Any] = {"state": "diverged" if status == 5 else "failed", "exit": status}
+    # Where another rank is the cause, the launcher, which sees all of them, says so in status.json.
+    if seat.world.is_first and seat.run.session and not (watch.lost_peer(error) and watch.LAUNCH in os.environ):
+        state: dict[str, Any] = {"state": "diverged" if status == Diverged.status else "failed", "exit": status}
         seat.run.status(**state, reason=str(error), rank=seat.world.rank)
         seat.run.event("end", reason=str(error))
     # Other ranks may wait in a collective for this one: no farewell that could block.

@@ -9,16 +9,34 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from mpdist.record import read_metrics
+import worlds
 
-from tests import worlds
+from mpdist.record import read_metrics
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 260, "max_position_embeddings": 128, "tie_word_embeddings": False,
     "bos_token_id": None, "eos_token_id": 0,
 }  # fmt: skip
-WORDS = "the cat sat on a mat and the dog ran far away from home in the rain".split()
+WORDS = [
+    "the",
+    "cat",
+    "sat",
+    "on",
+    "a",
+    "mat",
+    "and",
+    "the",
+    "dog",
+    "ran",
+    "far",
+    "away",
+    "from",
+    "home",
+    "in",
+    "the",
+    "rain",
+]
 
 
 def write_text(path: Path, records: int, seed: int = 0, longest: int = 20) -> Path:

@@ -1,7 +1,8 @@
 """Runs a function on several gloo ranks, in processes forked from one that has the imports done.
 
 `run(function, ranks, *args)` calls function(rank, *args) inside a started process group on each rank and returns the
-results in rank order; a function whose name starts with `session` is a worker that joins its group itself. A rank that raises fails the call with that rank's traceback; a hang is killed by the watchdog.
+results in rank order; a function whose name starts with `session` is a worker that joins its group itself. A rank that
+raises fails the call with that rank's traceback; a hang is killed by the watchdog.
 """
 
 from __future__ import annotations
@@ -94,7 +95,13 @@ def _main(
     try:
         port = kwargs.pop("_port")
         if port is not None:  # the function is a worker that joins a group by itself
-            place = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+            place = {
+                "RANK": rank,
+                "WORLD_SIZE": ranks,
+                "LOCAL_RANK": rank,
+                "LOCAL_WORLD_SIZE": ranks,
+                "MASTER_PORT": port,
+            }
             os.environ.update({key: str(value) for key, value in place.items()}, MASTER_ADDR="127.0.0.1")
             value = function(rank, *args, **kwargs)
         else:

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ..precision import Policy, keep_in_fp32
-from ..reduce import Wire
-from . import Part, Read
+from mpdist.precision import Policy, keep_in_fp32
+from mpdist.reduce import Wire
+from mpdist.shard import Part, Read
 
 _BUCKET_ELEMENTS = 8 * 2**20  # 32 MiB of FP32: large enough for the link, small enough to overlap
 
@@ -179,15 +179,12 @@ class Ddp:
     def _add_alone(self) -> None:
         """One rank: autograd adds FP32 gradients by itself; 16-bit ones are added in FP32 here."""
         params = [self._working[part.name] for part in self._trainable]
-        for param in params:
-            if param.grad is None:
-                param.grad = torch.zeros_like(param)
-        grads = [param.grad for param in params]
+        grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
         if self._poisoned:
-            grads[0].view(-1)[0] = float("inf")  # type: ignore[union-attr]
+            grads[0].view(-1)[0] = float("inf")
             self._poisoned = False
         if not self._own_sum:
-            self._grads = grads  # type: ignore[assignment]
+            self._grads = grads
             return
         if self._grads is None:
             self._grads = [torch.empty_like(p.tensor, dtype=torch.float32) for p in self._trainable]

@@ -17,9 +17,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor, Shard
 
-from ..precision import Policy, kept_modules
-from ..reduce import Wire
-from . import Part, Read
+from mpdist.precision import Policy, kept_modules
+from mpdist.reduce import Wire
+from mpdist.shard import Part, Read
 
 
 class _Scatter(ReduceScatter):

@@ -59,8 +59,8 @@ class Wire:
         self.mesh, self.wire, self.sum_fp32 = mesh, wire, sum_fp32
         self.bytes = Bytes()
         self.poisoned = False  # drill: the next addend of this rank gets +inf in one element
-        self._exact: Wire | None = None  # the next reduction is done by this one too
-        self._error: torch.Tensor | None = None
+        self._sampling = False  # the next reduction is looked at
+        self._sums: list[torch.Tensor] = []  # of the last sample: squares of the error, squares of the result
         # An FP32 wire is summed in FP32 by NCCL as well, without our buffers.
         self._by_backend = dist.get_backend() == "nccl" and (wire == torch.float32 or not sum_fp32)
 
@@ -70,11 +70,6 @@ class Wire:
         """Collective over the shard group. out: [n] FP32, this rank's chunk of the sum; inp: [shard_size * n]."""
         self._drill(inp)
         levels = self.mesh.scatter
-        reference = None
-        if levels and self._exact is not None:
-            exact, self._exact = self._exact, None
-            reference = torch.empty_like(out, dtype=torch.float32)
-            exact.reduce_scatter(reference, inp)
         if not levels:
             out.copy_(inp)
         elif len(levels) == 1:
@@ -88,8 +83,9 @@ class Wire:
             node_sum = torch.empty(outer.size * chunk, dtype=torch.float32, device=inp.device)
             self._exchange(node_sum, by_local, inner)
             self._exchange(out, node_sum, outer)
-        if reference is not None:
-            self._keep_error(out, reference)
+        if levels and self._sampling:
+            self._sampling = False
+            self._note(None, out)
 
     def add_replicas(self, tensor: torch.Tensor) -> None:
         """Collective over the replica group. tensor: FP32, replaced by the sum, the same bits on every replica."""
@@ -98,36 +94,44 @@ class Wire:
     def start_add_replicas(self, tensor: torch.Tensor) -> Callable[[], None]:
         """As `add_replicas`, but returns once the first exchange has started; the caller calls the result to wait."""
         self._drill(tensor)
-        levels = self.mesh.replicas
-        if not levels or self._exact is None:
-            return self._all_reduce(tensor, levels)
-        exact, self._exact = self._exact, None
-        reference = tensor.clone()
-        exact.add_replicas(reference)
-        wait = self._all_reduce(tensor, levels)
+        wait = self._all_reduce(tensor, self.mesh.replicas)
+        if not self.mesh.replicas or not self._sampling:
+            return wait
+        self._sampling = False
 
         def finish() -> None:
+            self._sampling = True
             wait()
-            self._keep_error(tensor, reference)
+            self._sampling = False
+            self._note(None, tensor, self.mesh.replica_size)
 
         return finish
 
     # -- error of a sample ------------------------------------------------------------------------------------
 
     def sample(self) -> None:
-        """The next reduction is done a second time in FP32, uncounted; `take_error` says how far the two are apart."""
-        self._error = None
-        if self.wire != torch.float32:
-            self._exact = Wire(self.mesh, torch.float32, True)
+        """The next reduction's rounding errors are added up, for `take_error`; nothing more travels."""
+        self._sampling, self._sums = self.wire != torch.float32, []
 
     def take_error(self) -> torch.Tensor | None:
-        """[squares of the error, squares of the FP32 sum] over this rank's share, FP64; None without a sample."""
-        error, self._error, self._exact = self._error, None, None
-        return error
+        """[squares of the error, squares of the result], FP64, None without a sample: this rank's part of each.
 
-    def _keep_error(self, result: torch.Tensor, reference: torch.Tensor) -> None:
-        gap = (result.double() - reference.double()).square().sum()
-        self._error = torch.stack([gap, reference.double().square().sum()])
+        Added up over ranks they give the squared relative error against FP32, as far as the rounding errors of
+        different ranks are uncorrelated; what a backend rounds while it adds stays unseen.
+        """
+        sums, self._sums, self._sampling = self._sums, [], False
+        return torch.stack([torch.stack(sums[:-1]).sum(), sums[-1]]) if len(sums) > 1 else None
+
+    def _note(self, before: torch.Tensor | None, after: torch.Tensor, holders: int = 1) -> None:
+        """Adds squares to the sample: of what rounding lost, or of `after` itself. holders: ranks that note the same."""
+        values = after.double() if before is None else after.double() - before.double()
+        self._sums.append(values.square().sum() / holders)
+
+    def _cast(self, tensor: torch.Tensor, holders: int = 1) -> torch.Tensor:
+        sent = tensor.to(self.wire)
+        if self._sampling:
+            self._note(tensor, sent, holders)
+        return sent
 
     def _drill(self, addend: torch.Tensor) -> None:
         if self.poisoned:
@@ -138,7 +142,7 @@ class Wire:
 
     def _exchange(self, out: torch.Tensor, inp: torch.Tensor, level: Level) -> None:
         """Reduce-scatter over one level. out: [n] FP32; inp: [size * n], any floating dtype."""
-        sent = inp.to(self.wire)
+        sent = self._cast(inp)
         self.bytes.add(sent, level)
         if self._by_backend:
             received = out if out.dtype == self.wire else torch.empty(out.shape, dtype=self.wire, device=out.device)
@@ -150,7 +154,7 @@ class Wire:
         dist.all_to_all_single(received, sent, group=level.group)
         self._sum(out, received.view(level.size, -1))
 
-    def _sum(self, out: torch.Tensor, addends: torch.Tensor) -> None:
+    def _sum(self, out: torch.Tensor, addends: torch.Tensor, holders: int = 1) -> None:
         """out: [n] FP32 = sum over addends [ranks, n] in rank order, in FP32 or in the wire dtype."""
         total = out if self.sum_fp32 or self.wire == torch.float32 else addends[0].clone()
         if total is out:
@@ -159,6 +163,8 @@ class Wire:
             total.add_(addend)
         if total is not out:
             out.copy_(total)
+            if self._sampling:
+                self._note(addends.double().sum(0), out, holders)
 
     def _all_reduce(self, tensor: torch.Tensor, levels: tuple[Level, ...]) -> Callable[[], None]:
         if not levels:
@@ -167,7 +173,7 @@ class Wire:
             return self._two_level_all_reduce(tensor, levels)
         level = levels[0]
         if self._by_backend:
-            sent = tensor.to(self.wire)
+            sent = self._cast(tensor)
             self.bytes.add(sent, level)
             work = dist.all_reduce(sent, group=level.group, async_op=True)
             return lambda: _finish(work, tensor, sent)
@@ -180,14 +186,14 @@ class Wire:
 
     def _swap(self, tensor: torch.Tensor, level: Level) -> Callable[[], None]:
         """Between two ranks the addends cost no more than a reduce-scatter and a gather, and round only once."""
-        sent = tensor.reshape(-1).to(self.wire)
+        sent = self._cast(tensor.reshape(-1))
         self.bytes.add(sent, level)
         received = torch.empty(level.size * sent.numel(), dtype=self.wire, device=tensor.device)
         work = _gather(received, sent, group=level.group, async_op=True)
 
         def wait(sent: torch.Tensor = sent) -> None:  # holds the sent buffer until it has left
             work.wait()
-            self._sum(tensor.view(-1), received.view(level.size, -1))
+            self._sum(tensor.view(-1), received.view(level.size, -1), holders=level.size)
 
         return wait
 
@@ -197,10 +203,12 @@ class Wire:
         mine = torch.empty(part.numel() // inner.size, dtype=torch.float32, device=tensor.device)
         self._exchange(mine, part, inner)
         self._all_reduce(mine, (outer,))()
-        return self._gather_back(tensor, mine, inner)
+        return self._gather_back(tensor, mine, inner, holders=outer.size)
 
-    def _gather_back(self, tensor: torch.Tensor, mine: torch.Tensor, level: Level) -> Callable[[], None]:
-        sent = mine.to(self.wire)
+    def _gather_back(
+        self, tensor: torch.Tensor, mine: torch.Tensor, level: Level, holders: int = 1
+    ) -> Callable[[], None]:
+        sent = self._cast(mine, holders)
         self.bytes.add(sent, level)
         received = torch.empty(level.size * sent.numel(), dtype=self.wire, device=tensor.device)
         work = _gather(received, sent, group=level.group, async_op=True)

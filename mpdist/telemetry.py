@@ -1,4 +1,4 @@
-"""What reduced precision costs, measured on steps that are logged: nothing is held or sent on the others.
+"""What reduced precision costs, measured on steps that are logged: nothing is held or added up on the others.
 
 precision/changed_fraction  with 16-bit masters: share of their values that the step changed. An update below about
                             1/256 of a BF16 weight rounds away, so small learning rates leave most values as they are

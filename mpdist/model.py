@@ -41,6 +41,7 @@ class Source:
 
 def read_config(source: Source) -> Any:
     """The transformers configuration of the source, with a `dtype` that says how the source stores its weights."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     if source.config is not None:
@@ -51,7 +52,7 @@ def read_config(source: Source) -> Any:
                              "add model_type, for example llama")  # fmt: skip
         try:
             return AutoConfig.for_model(kind, **values)
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
             raise UsageError(
                 f"model.config: transformers refuses it: {_first(error)}", "", "correct the values"
             ) from error
@@ -61,16 +62,22 @@ def read_config(source: Source) -> Any:
         raise UsageError(f"model.path = {source.path}", "the folder holds no config.json (a GGUF file is not one either)",
                          "give a Hugging Face model folder; load GGUF in transformers once and save it")  # fmt: skip
     try:
-        return AutoConfig.from_pretrained(
+        config = AutoConfig.from_pretrained(
             source.path, revision=source.revision, trust_remote_code=source.trust_remote_code
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except (OSError, ValueError, TypeError, KeyError, ImportError, StrictDataclassError) as error:
         raise UsageError(f"model.path = {source.path} cannot be read: {_first(error)}", "",
                          "check the path or hub id; without a network fetch it first with mpdist prepare") from error  # fmt: skip
+    if getattr(config, "quantization_config", None):
+        raise UsageError(f"model.path = {source.path} holds quantised weights", "they have no gradients and no FP32 masters",
+                         "start from the model that was quantised, in bf16, fp16 or fp32")  # fmt: skip
+    return config
 
 
 def _first(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    """The first line of an error's text, and the next one where the first only announces it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
 def build(config: Any, attention: str, trust_remote_code: bool = False) -> nn.Module:
@@ -216,7 +223,8 @@ def give_loss(model: nn.Module, rows: int | Callable[[int], int]) -> str:
 
 def _router_coefficient(model: nn.Module) -> float:
     """What a mixture of experts multiplies its router loss by; 0 where its config does not ask for that loss."""
-    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    config: Any = getattr(model, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
     if not getattr(config, "output_router_logits", False):
         return 0.0
     names = ("router_aux_loss_coef", "aux_loss_coef")
@@ -250,7 +258,7 @@ def open_weights(source: Source, config: Any, model: nn.Module, device: torch.de
     wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
     wanted |= {name: tuple(b.shape) for name, b in persistent_buffers(model)}
     if source.path is not None:
-        files = _safetensors(source)
+        files = _listed(source)
         if files is not None and _fits(files, wanted, model):
             return _slices(files), "each rank reads its rows", []
     whole, error = None, None
@@ -266,6 +274,17 @@ def open_weights(source: Source, config: Any, model: nn.Module, device: torch.de
     if error is not None:
         raise error
     return _from_rank_zero(whole, wanted, device), "rank 0 reads and sends", []
+
+
+def _listed(source: Source) -> dict[str, Path] | None:
+    """As `_safetensors`. Raises CheckpointError where a file is broken."""
+    from safetensors import SafetensorError
+
+    try:
+        return _safetensors(source)
+    except (SafetensorError, json.JSONDecodeError, KeyError) as error:
+        raise CheckpointError(f"model.path = {source.path}: a weight file is broken: {_first(error)}",
+                              "it cannot be read as safetensors", "copy or fetch the folder again") from error  # fmt: skip
 
 
 def _safetensors(source: Source) -> dict[str, Path] | None:
@@ -336,18 +355,19 @@ def _build_whole(source: Source, config: Any) -> nn.Module:
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             source.path, dtype="auto", revision=source.revision, trust_remote_code=source.trust_remote_code,
-            output_loading_info=True,
+            output_loading_info=True, ignore_mismatched_sizes=True,
         )  # fmt: skip
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise CheckpointError(f"model.path = {source.path}: {_first(error)}", "transformers cannot load the weights",
                               "check that the folder is whole") from error  # fmt: skip
     lacking = sorted(info["missing_keys"])
-    if lacking or info["mismatched_keys"]:
+    changed = sorted(str(key[0] if isinstance(key, tuple) else key) for key in info["mismatched_keys"])
+    if lacking or changed:
         raise CheckpointError(
-            f"model.path = {source.path} lacks {len(lacking)} tensors, the first {(lacking or ['-'])[0]};"
-            f" {len(info['mismatched_keys'])} have another shape",
+            f"model.path = {source.path} does not fit its config: {len(lacking)} tensors are missing,"
+            f" {len(changed)} have another shape, the first {(lacking + changed)[0]}",
             "the model would train from random numbers in their place",
-            "use a checkpoint of this architecture",
+            "use a checkpoint of this architecture and size",
         )
     return model
 

@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from mpdist.loss import head_loss, logits_loss
 from torch import Tensor
+
+from mpdist.loss import head_loss, logits_loss
 
 HIDDEN, VOCABULARY, LABELS = 24, 97, 31
 
@@ -155,7 +156,7 @@ def test_frozen_hidden_or_weight_gets_no_gradient() -> None:
         assert head_loss(hidden, weight, bias, index, targets, torch.tensor(1.0), 5)[1] == loss
 
 
-# -- what it costs: vocabulary 49,152 -----------------------------------------------------------------------------------
+# -- what it costs: vocabulary 49,152 ----
 
 
 def _large() -> tuple[Tensor, Tensor, Tensor, Tensor]:

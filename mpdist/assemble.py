@@ -158,6 +158,7 @@ def _engine(
     every = cfg.reduce.when == "every"
     if not sharded:
         return wire, Ddp(built, policy=policy, wire=wire, device=device, every=every, ranks=world.ranks)
+    _probe_gather(wire, policy.compute, device)
     return wire, Fsdp2(built, blocks, policy=policy, wire=wire, device=device, stage=cfg.shard.stage, every=every,
                        offload=cfg.shard.offload == "all")  # fmt: skip
 
@@ -175,6 +176,17 @@ def _probe(wire: Wire, device: torch.device) -> None:
         raise UsageError(f"reduce.wire = {str(wire.wire).removeprefix('torch.')}: the {dist.get_backend()} backend refuses it",
                          str(error).splitlines()[0], "use reduce.wire: fp32") from error  # fmt: skip
     wire.bytes.take()
+
+
+def _probe_gather(wire: Wire, compute: torch.dtype, device: torch.device) -> None:
+    """Collective. As `_probe`, for the working copies that sharded ranks gather from each other."""
+    for level in wire.mesh.scatter:
+        parts = [torch.empty(4, dtype=compute, device=device) for _ in range(level.size)]
+        try:
+            dist.all_gather(parts, torch.ones(4, dtype=compute, device=device), group=level.group)
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise UsageError(f"precision.compute = {str(compute).removeprefix('torch.')}: the {dist.get_backend()} backend refuses it",
+                             str(error).splitlines()[0], "use precision.compute: fp32, or shard.engine: ddp") from error  # fmt: skip
 
 
 def _window(cfg: Config) -> precision.Window:

@@ -259,7 +259,9 @@ def open_weights(source: Source, config: Any, model: nn.Module, device: torch.de
     wanted |= {name: tuple(b.shape) for name, b in persistent_buffers(model)}
     if source.path is not None:
         files = _listed(source)
-        if files is not None and _fits(files, wanted, model):
+        # Where a node lacks the files or has others, all ranks take the way through rank 0, or none does.
+        if _all(files is not None and _fits(files, wanted, model), device):
+            assert files is not None
             return _slices(files), "each rank reads its rows", []
     whole, error = None, None
     if not dist.is_initialized() or dist.get_rank() == 0:
@@ -274,6 +276,15 @@ def open_weights(source: Source, config: Any, model: nn.Module, device: torch.de
     if error is not None:
         raise error
     return _from_rank_zero(whole, wanted, device), "rank 0 reads and sends", []
+
+
+def _all(mine: bool, device: torch.device) -> bool:
+    """Collective where there are ranks: whether it holds on all of them."""
+    if not dist.is_initialized():
+        return mine
+    vote = torch.tensor(float(mine), device=device)
+    dist.all_reduce(vote, op=dist.ReduceOp.MIN)
+    return bool(vote.item())
 
 
 def _listed(source: Source) -> dict[str, Path] | None:
@@ -383,10 +394,13 @@ def _from_rank_zero(whole: nn.Module | None, wanted: dict[str, tuple[int, ...]],
     dist.broadcast_object_list(listing, src=0, device=device)
     dtypes = {name: getattr(torch, dtype.removeprefix("torch.")) for name, _, dtype in listing[0]}
     shapes = {name: shape for name, shape, _ in listing[0]}
-    if shapes != wanted:
-        odd = sorted(set(shapes.items()) ^ set(wanted.items()))[0]
-        raise CheckpointError(f"rank 0 built another model: {odd[0]} {list(odd[1])} differs", "the ranks see different files",
-                              "make the same model folder visible to all ranks")  # fmt: skip
+    odd = sorted(set(shapes.items()) ^ set(wanted.items()))
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, odd[0] if odd else None)
+    for rank, entry in enumerate(found):
+        if entry is not None:
+            raise CheckpointError(f"rank {rank} expects another model than rank 0 built: {entry[0]} {list(entry[1])} differs",
+                                  "the ranks see different files", "make the same model folder visible to all ranks")  # fmt: skip
 
     def read(name: str, start: int, stop: int) -> Tensor:
         full = torch.empty(wanted[name], dtype=dtypes[name], device=device)

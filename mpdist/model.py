@@ -96,6 +96,10 @@ def build(config: Any, attention: str, trust_remote_code: bool = False) -> nn.Mo
                          "choose another model.attention or install what it needs") from error  # fmt: skip
     model.tie_weights()  # building on the meta device has undone it
     model.config.use_cache = False  # a cache in training costs memory and switches packing off without a word
+    for module in model.modules():
+        # A switch of the model's own: with memory.checkpointing a layer would run three times instead of twice.
+        if getattr(module, "gradient_checkpointing", False):
+            module.gradient_checkpointing = False
     model.train()
     return model
 

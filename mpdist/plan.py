@@ -287,7 +287,8 @@ def _model_problems(cfg: Config, arch: Arch, origin: Callable[[str], str]) -> li
         )
     where = f"model.freeze = {list(cfg.model.freeze)} ({origin('model.freeze')})"
     names = [p.name for p in arch.params]
-    for pattern in cfg.model.freeze:
+    # A model's own code may have parameters that its type does not tell; the built model is asked in any case.
+    for pattern in () if cfg.model.trust_remote_code else cfg.model.freeze:
         if not any(fnmatchcase(name, pattern) for name in names):
             why = f"'{pattern}' matches no parameter; names are like {names[0]}."
             problems.append(UsageError(where, why, "Use shell wildcards, such as 'model.embed_tokens.*'."))

@@ -166,7 +166,10 @@ class Fsdp2:
             param.grad = None
 
     def refresh(self) -> None:
-        """The next forward gathers from the masters."""
+        """The next forward gathers from the masters, also after one without a backward, which left copies behind."""
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def dtensor(self, part: Part, local: torch.Tensor) -> DTensor:
         stride = torch.empty(part.shape, device="meta").stride()

@@ -29,7 +29,8 @@ def _softmax_loss(logits: Tensor, targets: Tensor, factor: Tensor | float | None
     if factor is None:
         return loss, None
     logits.mul_(factor / total)
-    logits.scatter_add_(1, targets[:, None], (-torch.ones_like(picked)).mul_(factor))
+    # Each row has one target: read, change, write back, since adding by index is not deterministic on every device.
+    logits.scatter_(1, targets[:, None], logits.gather(1, targets[:, None]) - factor)
     return loss, logits
 
 
@@ -47,28 +48,41 @@ class _HeadLoss(torch.autograd.Function):
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        chunks = list(zip(hidden.split(rows), targets.split(rows), strict=True)) if len(hidden) else []
+        rows = min(rows, len(hidden))
         # A sum over several chunks is kept in FP32; a single chunk is what one matrix product would give.
-        sum_dtype = torch.float32 if len(chunks) > 1 else weight.dtype
-        grad_weight = torch.zeros(weight.shape, dtype=sum_dtype, device=weight.device) if need_weight else None
-        grad_bias = torch.zeros(bias.shape, dtype=torch.float32, device=weight.device) if need_bias else None  # type: ignore[union-attr]
+        grad_weight, product = None, None
+        if need_weight:
+            whole = rows == len(hidden) or weight.dtype == torch.float32
+            grad_weight = torch.zeros_like(weight, dtype=weight.dtype if whole else torch.float32)
+            product = None if whole else torch.empty_like(weight)
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and need_bias else None
         wanted = factor if need_hidden or need_weight or need_bias else None
-        done = 0
-        for part, target in chunks:
-            logits = torch.nn.functional.linear(part, weight, bias).float()
+        # One buffer for all chunks: fresh memory of this size costs more than what is done to it.
+        narrow = torch.empty(rows, len(weight), dtype=weight.dtype, device=weight.device)
+        wide = narrow if narrow.dtype == torch.float32 else torch.empty_like(narrow, dtype=torch.float32)
+        for done in range(0, len(hidden), rows or 1):
+            part, target = hidden[done : done + rows], targets[done : done + rows]
+            low, logits = narrow[: len(part)], wide[: len(part)]
+            if bias is None:
+                torch.mm(part, weight.t(), out=low)
+            else:
+                torch.addmm(bias, part, weight.t(), out=low)
+            if logits is not low:
+                logits.copy_(low)
             part_loss, grad = _softmax_loss(logits, target, wanted)
             loss += part_loss
             if grad is None:
                 continue
-            grad_logits = grad.to(part.dtype)
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
-            del logits, grad
+            if low is not grad:
+                low.copy_(grad)
             if grad_hidden is not None:
-                torch.mm(grad_logits, weight, out=grad_hidden[done : done + len(part)])
-            if grad_weight is not None:
-                _add_product(grad_weight, grad_logits, part)
-            done += len(part)
+                torch.mm(low, weight, out=grad_hidden[done : done + len(part)])
+            if grad_weight is not None and product is None:
+                grad_weight.addmm_(low.t(), part)
+            elif grad_weight is not None:
+                grad_weight += torch.mm(low.t(), part, out=product)
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.dtypes = weight.dtype, bias.dtype if bias is not None else None
         ctx.mark_non_differentiable(loss)
@@ -83,14 +97,6 @@ class _HeadLoss(torch.autograd.Function):
         if grad_bias is not None:
             grad_bias = grad_bias.to(bias_dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None
-
-
-def _add_product(total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
-    """total [V, H] += grad_logits [n, V] transposed times hidden [n, H]."""
-    if total.dtype == grad_logits.dtype:
-        total.addmm_(grad_logits.t(), hidden)
-    else:
-        total += torch.mm(grad_logits.t(), hidden)
 
 
 class _LogitsLoss(torch.autograd.Function):

@@ -38,8 +38,11 @@ class Attempt:
 
 @dataclass
 class Seen:
-    """One rank's session. start, end: whole masters before the first and after the last attempt. gradients: dtypes that
-    the optimizer was handed. probe: what the caller's `arm` returned, as it was at the end."""
+    """One rank's session.
+
+    start, end: whole masters before the first and after the last attempt; digests: likewise, of this rank's masters,
+    moments and counters. gradients: dtypes that the optimizer was handed. probe: what the caller's `arm` returned.
+    """
 
     status: int = 0
     message: str = ""
@@ -49,6 +52,7 @@ class Seen:
     gradients: set[str] = field(default_factory=set)
     masters: dict[str, str] = field(default_factory=dict)
     counters: set[float] = field(default_factory=set)
+    digests: tuple[str, str] = ("", "")
     probe: Any = None
 
 
@@ -123,6 +127,7 @@ def one(path: str) -> Seen:
 
                 parts.optimizer.step = spy
             before = digest(parts.engine, parts.optimizer)
+            seen.digests = (seen.digests[0] or before, "")
             out = super().attempt(batch)
             d, after = out.decision, digest(parts.engine, parts.optimizer)
             rows, state = [micro.rows.tolist() for micro in batch.micros], parts.window.state()
@@ -139,6 +144,7 @@ def one(path: str) -> Seen:
 
         def look(self) -> None:
             seen.end = whole(self.parts.engine)
+            seen.digests = (seen.digests[0], digest(self.parts.engine, self.parts.optimizer))
             seen.counters = {float(s["step"]) for s in self.parts.optimizer.adam.state.values()}
 
     world = from_env(os.environ)

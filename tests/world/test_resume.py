@@ -1,0 +1,137 @@
+"""A run that stopped and went on equals one that did not, in every number but the times."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import LLAMA, Result, same, timeless, train
+
+pytestmark = pytest.mark.world
+
+# Packed rows, dropout, FP16 with skips at the start, in the middle and by a scale that grows too high.
+HARD: dict[str, Any] = {
+    "model__config": {**LLAMA, "attention_dropout": 0.1},
+    "precision": {"compute": "fp16", "scale": {"interval": 3}},
+    "drill": {"overflow_at": {"attempts": [2, 9, 10, 17], "rank": 1}},
+    "optim": {"lr": 1e-2, "warmup": 3, "schedule": "cosine"},
+    "data__packing": "best_fit",
+    "budget__steps": 20,
+}
+
+
+def run(folder: Path, engine: str, **changes: Any) -> Result:
+    folder.mkdir(exist_ok=True)
+    shard = {"engine": "ddp"} if engine == "ddp" else {"engine": "fsdp2", "stage": int(engine[-1])}
+    return train(folder, 2, **{**HARD, "shard": shard, **changes})
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2-3"])
+def test_stopped_after_k_steps_and_resumed_equals_the_uninterrupted_run(tmp_path: Path, engine: str) -> None:
+    whole = run(tmp_path / "whole", engine)
+    assert whole.status == 0
+    assert whole.state()["attempt"] > 20
+    attempts = whole.column("attempt")
+    for k in (1, 7, 13):
+        folder = tmp_path / f"k{k}"
+        stop = {"attempt": attempts[k - 1], "rank": k % 2, "signal": ["TERM", "USR1", "HUP"][k % 3]}
+        drill = {**HARD["drill"], "stop_at": stop}
+        first = run(folder, engine, drill=drill)
+        assert [status for status, _ in first.ends] == [75, 75]
+        assert first.state()["state"] == "preempted"
+        assert first.column("step")[-1] == k
+        again = run(folder, engine, drill=drill)
+        assert again.status == 0, again.message
+        assert timeless(again.rows()) == timeless(whole.rows())
+        for prefix in ("model.", "exp_avg.", "exp_avg_sq."):
+            assert same(again.weights(prefix=prefix), whole.weights(prefix=prefix))
+
+
+def test_a_finished_run_launched_again_changes_nothing(tmp_path: Path) -> None:
+    first = train(tmp_path, 1)
+    before = {p: p.stat().st_mtime_ns for p in first.folder.rglob("*") if p.is_file()}
+    assert train(tmp_path, 1).status == 0
+    assert {p: p.stat().st_mtime_ns for p in first.folder.rglob("*") if p.is_file()} == before
+
+
+def test_a_larger_budget_under_an_explicit_horizon_goes_on(tmp_path: Path) -> None:
+    whole = train(tmp_path, 2, name="whole", optim__horizon=12, budget__steps=12)
+    train(tmp_path, 2, name="parts", optim__horizon=12, budget__steps=5)
+    parts = train(tmp_path, 2, name="parts", optim__horizon=12, budget__steps=12)
+    assert timeless(parts.rows()) == timeless(whole.rows())
+    assert same(parts.weights(), whole.weights())
+
+
+def test_another_number_of_ranks_and_another_engine_see_the_same_global_batches(tmp_path: Path) -> None:
+    whole = train(tmp_path, 2, name="whole", budget__steps=8, optim__horizon=8)
+    train(tmp_path, 2, name="moved", budget__steps=4, optim__horizon=8)
+    saved = Result(tmp_path / "runs" / "moved", [(0, "")]).weights()
+    moved = train(tmp_path, 1, name="moved", budget__steps=6, optim__horizon=8, shard={"engine": "ddp"})
+    assert moved.status == 0, moved.message
+    assert same(saved, moved.weights(4))
+    moved = train(tmp_path, 4, name="moved", budget__steps=8, optim__horizon=8, shard={"stage": 2, "replicas": 2})
+    assert moved.status == 0, moved.message
+    for name in ("train/loss", "train/lr", "train/label_tokens"):
+        assert moved.column(name) == pytest.approx(whole.column(name), rel=1e-5)
+    assert any("shard.engine" in change for change in moved.events("resume")[0]["changes"])
+
+
+def test_an_altered_checkpoint_is_named_and_passed_over(tmp_path: Path) -> None:
+    drill = {"kill_at": {"attempt": 4, "rank": "all"}}
+    with pytest.raises(AssertionError, match="died"):
+        train(tmp_path, 2, checkpoint__every=1, budget__steps=5, drill=drill)
+    newest = tmp_path / "runs" / "run" / "checkpoints" / "step-00000003"
+    victim = next((newest / "tensors").glob("*.distcp"))
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(data)
+    again = train(tmp_path, 2, checkpoint__every=1, budget__steps=5, drill=drill)
+    assert again.status == 0, again.message
+    refused = again.events("refused")[0]
+    assert refused["checkpoint"] == "step-00000003"
+    assert refused["file"] == f"tensors/{victim.name}"
+    whole = train(tmp_path, 2, name="whole", budget__steps=5)
+    assert timeless(again.rows()) == timeless(whole.rows())
+
+
+def test_with_no_whole_checkpoint_left_the_run_ends_with_status_6_and_writes_nothing(tmp_path: Path) -> None:
+    first = train(tmp_path, 1, budget__steps=2, optim__horizon=4)
+    (first.folder / "checkpoints" / "step-00000002" / "state.json").unlink()
+    again = train(tmp_path, 1, budget__steps=4, optim__horizon=4)
+    assert again.status == 6
+    assert "state.json is missing" in again.events("refused")[0]["reason"]
+    assert again.column("step") == [1, 2]
+
+
+def test_a_new_run_starts_from_the_whole_state_of_another_ones_checkpoint(tmp_path: Path) -> None:
+    whole = train(tmp_path, 2, name="whole", budget__steps=8, optim__horizon=8)
+    first = train(tmp_path, 2, name="first", budget__steps=3, optim__horizon=8)
+    path = first.folder / "checkpoints" / "step-00000003"
+    branch = train(tmp_path, 2, name="branch", budget__steps=8, optim__horizon=8, checkpoint={"every": 0, "resume": str(path)})
+    assert branch.status == 0, branch.message
+    assert timeless(branch.rows()) == timeless(whole.rows())[3:]
+    assert same(branch.weights(), whole.weights())
+
+
+def test_kill_inside_a_save_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
+    drill = {"kill_at": {"attempt": 3, "rank": 1, "phase": "save"}}
+    with pytest.raises(AssertionError, match="died|failed"):
+        train(tmp_path, 2, checkpoint__every=1, drill=drill, launch__timeout="5s", timeout=40)
+    names = sorted(p.name for p in (tmp_path / "runs" / "run" / "checkpoints").glob("step-*"))
+    assert names == ["step-00000001", "step-00000002"]
+    again = train(tmp_path, 2, checkpoint__every=1, drill=drill)
+    assert again.status == 0, again.message
+    assert timeless(again.rows()) == timeless(train(tmp_path, 2, name="whole").rows())
+
+
+def test_a_full_disk_keeps_the_checkpoint_before_and_tells_all_ranks(tmp_path: Path) -> None:
+    drill = {"disk_full_at": {"save": 2, "rank": 1}}
+    full = train(tmp_path, 2, checkpoint__every=2, drill=drill)
+    assert [status for status, _ in full.ends] == [6, 6]
+    assert "rank 1" in full.message
+    assert "full" in full.message
+    assert sorted(p.name for p in (full.folder / "checkpoints").iterdir()) == ["latest", "step-00000002"]
+    again = train(tmp_path, 2, checkpoint__every=2, drill=drill)
+    assert again.status == 0, again.message
+    assert timeless(again.rows()) == timeless(train(tmp_path, 2, name="whole").rows())

@@ -97,7 +97,7 @@ def assemble(resolved: Resolved, world: World, device: torch.device, say: Say) -
     model.checkpoint_blocks(blocks, cfg.memory.checkpointing)
     if cfg.model.compile == "blocks":
         model.compile_blocks(blocks)
-    vocab = built.get_input_embeddings().weight.shape[0]
+    vocab = built.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     check_vocabulary(rows, vocab)
     way = model.give_loss(built, loss_chunk_rows(vocab, cfg.batch.micro * cfg.data.seq_len, cfg.memory.loss_chunk))
     policy = _policy(cfg)
@@ -109,17 +109,17 @@ def assemble(resolved: Resolved, world: World, device: torch.device, say: Say) -
     _check_masters(engine, policy)
     if cfg.data.packing != "none":
         check_isolation(engine.module, vocab, cfg.data.seq_len, device)
-    optimizer = Optimizer(engine.parts, betas=tuple(cfg.optim.betas), eps=cfg.optim.eps, weight_decay=cfg.optim.weight_decay,
+    optimizer = Optimizer(engine.parts, betas=cfg.optim.betas, eps=cfg.optim.eps, weight_decay=cfg.optim.weight_decay,
                           decay=cfg.optim.decay, fused=True if cfg.optim.fused == "auto" else cfg.optim.fused)  # fmt: skip
     order = Order(rows, cfg.batch.global_, cfg.seed, cfg.data.shuffle, cfg.data.last_window)
-    ranks = {"micro": cfg.batch.micro, "ranks": world.ranks, "rank": world.rank, "device": device}
+    ranks: dict[str, Any] = {"micro": cfg.batch.micro, "ranks": world.ranks, "rank": world.rank, "device": device}
     eval_rows = open_rows(folders[1]) if folders[1] else None
     eval_order = Order(eval_rows, cfg.batch.micro * world.ranks, 0, shuffle=False) if eval_rows is not None else None
     span = _span(cfg, rows, order)
     shape = arch.look(cfg.model.path, cfg.model.config, cfg.model.revision)
     flops = arch.model_flops_per_token(shape, cfg.data.seq_len) if isinstance(shape, arch.Arch) else None
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    facts = {
+    facts: dict[str, Any] = {
         "device": name, "backend": dist.get_backend(), "threads": torch.get_num_threads(), "loss": way, "weights": how,
         "attention": getattr(built.config, "_attn_implementation", None),
         "data": {"train": rows.digest, "eval": eval_rows.digest if eval_rows else None},
@@ -173,7 +173,7 @@ def _probe(wire: Wire, device: torch.device) -> None:
             wire.reduce_scatter(out, addend)
         wire.add_replicas(torch.ones(4, device=device))
     except (RuntimeError, ValueError, TypeError) as error:
-        raise UsageError(f"reduce.wire = {str(wire.wire).removeprefix('torch.')}: the {dist.get_backend()} backend refuses it",
+        raise UsageError(f"reduce.wire = {precision.WORDS[wire.wire]}: the {dist.get_backend()} backend refuses it",
                          str(error).splitlines()[0], "use reduce.wire: fp32") from error  # fmt: skip
     wire.bytes.take()
 
@@ -185,7 +185,7 @@ def _probe_gather(wire: Wire, compute: torch.dtype, device: torch.device) -> Non
         try:
             dist.all_gather(parts, torch.ones(4, dtype=compute, device=device), group=level.group)
         except (RuntimeError, ValueError, TypeError) as error:
-            raise UsageError(f"precision.compute = {str(compute).removeprefix('torch.')}: the {dist.get_backend()} backend refuses it",
+            raise UsageError(f"precision.compute = {precision.WORDS[compute]}: the {dist.get_backend()} backend refuses it",
                              str(error).splitlines()[0], "use precision.compute: fp32, or shard.engine: ddp") from error  # fmt: skip
 
 
@@ -261,6 +261,7 @@ def save_hf(folder: Path, parts: Parts, cfg: Config) -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     name = cfg.data.tokenizer if cfg.data.tokenizer != "model" else cfg.model.path
+    assert name is not None  # the config's rules refuse a random model without a tokenizer of its own
     tokenizer = load_tokenizer(
         name, chat_template=cfg.data.chat_template, trust_remote_code=cfg.model.trust_remote_code
     )

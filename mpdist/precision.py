@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+WORDS = {dtype: word for word, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,11 @@ def kept_modules(model: nn.Module, policy: Policy) -> list[tuple[str, nn.Module]
     return kept
 
 
+def is_head(model: nn.Module, module: nn.Module) -> bool:
+    """Whether the module is the model's output layer: what leaves it, logits or the loss, is not rounded again."""
+    return hasattr(model, "get_output_embeddings") and module is model.get_output_embeddings()  # type: ignore[operator]
+
+
 def keep_in_fp32(model: nn.Module, policy: Policy) -> None:
     """Casts what enters the kept modules to FP32 and what leaves them back to the compute dtype."""
 
@@ -66,7 +72,8 @@ def keep_in_fp32(model: nn.Module, policy: Policy) -> None:
 
     for _, module in kept_modules(model, policy):
         module.register_forward_pre_hook(enter, with_kwargs=True)
-        module.register_forward_hook(leave)
+        if not is_head(model, module):
+            module.register_forward_hook(leave)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

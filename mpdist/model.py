@@ -134,7 +134,8 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     if not lists:
         return []
     # Of equally long lists (experts inside layers) the one found first is the outer one.
-    return list(max(lists, key=lambda found: sum(1 for _ in found.parameters())))
+    sizes = [sum(1 for _ in found.parameters()) for found in lists]
+    return list(lists[sizes.index(max(sizes))])
 
 
 def checkpoint_blocks(blocks: list[nn.Module], mode: str) -> None:
@@ -144,7 +145,7 @@ def checkpoint_blocks(blocks: list[nn.Module], mode: str) -> None:
     if mode == "none":
         return
     step = int(mode.split()[1]) if mode.startswith("every") else 1
-    context = {"context_fn": _save_products} if mode == "selective" else {}
+    context: dict[str, Any] = {"context_fn": _save_products} if mode == "selective" else {}
     for block in blocks[::step]:
         block.forward = functools.partial(
             checkpoint, block.forward, use_reentrant=False, preserve_rng_state=True, **context
@@ -196,7 +197,7 @@ def give_loss(model: nn.Module, rows: int | Callable[[int], int]) -> str:
     rows: positions a chunk, or a function of the vocabulary that gives them.
     """
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
-    base = getattr(model, model.base_model_prefix, None) if hasattr(model, "base_model_prefix") else None
+    base = getattr(model, str(model.base_model_prefix), None) if hasattr(model, "base_model_prefix") else None
     coefficient = _router_coefficient(model)
     own = type(model).forward
     whole = functools.partial(own, model)
@@ -206,9 +207,14 @@ def give_loss(model: nn.Module, rows: int | Callable[[int], int]) -> str:
 
         def forward(self: Any, input_ids: Tensor, position_ids: Tensor, index: Tensor, targets: Tensor, factor: Tensor) -> Any:  # fmt: skip
             where = {"position_ids": position_ids} if placed else {}
-            hidden = base(input_ids=input_ids, **where, **options)[0]  # type: ignore[misc]
-            return *head_loss(hidden, head.weight, head.bias, index, targets, factor, rows), None  # type: ignore[union-attr, arg-type]
+            hidden = base(input_ids=input_ids, **where, **options)[0]
+            return *head(hidden, index, targets, factor), None
 
+        def apply(self: Any, hidden: Tensor, index: Tensor, targets: Tensor, factor: Tensor) -> Any:
+            return head_loss(hidden, self.weight, self.bias, index, targets, factor, rows)  # type: ignore[arg-type]
+
+        # The head is called as a module, so that an engine which holds it apart sees that it is needed.
+        head.forward = types.MethodType(apply, head)
         way = "chunked head"
     else:
 

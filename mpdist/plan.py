@@ -319,7 +319,7 @@ def run(resolved: Resolved, *, ranks: int | None, nodes: int | None, memory_byte
     if ranks is None and isinstance(cfg.launch.ranks, int):
         ranks = cfg.launch.ranks
     elif ranks is None:
-        from mpdist.launch import visible_devices
+        from mpdist.place import visible_devices
 
         ranks = 1 if cfg.launch.device == "cpu" else max(1, visible_devices(os.environ))
     shape = look(cfg.model.path, cfg.model.config, cfg.model.revision)

@@ -10,505 +10,158 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass, field
-from datetime import timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from mpdist import checkpoint, diagnose, ledger
-from mpdist.assemble import assemble, save_hf, switches, worlds_plan
-from mpdist.clock import Clock, Rate
-from mpdist.dist import on_first, pick_device, start, stop
-from mpdist.drill import Drill
-from mpdist.env import environment
-from mpdist.errors import Diverged, Preempted, UsageError
 from mpdist.feed import Batch
-from mpdist.formats import mfu
 from mpdist.optim import square_sum
-from mpdist.precision import Decision, Reason, Verdict
-from mpdist.record import open_run
-from mpdist.telemetry import Telemetry
-from mpdist.track import Progress, Tracker
+from mpdist.precision import Verdict
+from mpdist.session import Outcome, Session
 
 if TYPE_CHECKING:
     from mpdist.config import Resolved
     from mpdist.worker import Seat
 
 
-@dataclass
-class Progressed:
-    """Counters of the run, all ranks alike. window: the global window to attempt next, from 0."""
-
-    window: int = 0
-    label_tokens: int = 0
-    tokens: int = 0
-    slots: int = 0
-    saves: int = 0
-    best: float = math.inf
-    best_step: int = -1
-    fired: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """One attempt. loss: mean over the window's label tokens. stop: whether any rank was asked to stop."""
-
-    decision: Decision
-    loss: float
-    auxiliary: float
-    stop: bool
-    seconds: float  # rank 0's time inside windows
-
-
-class Run:
-    """One session of a run on this rank. `go` is the loop; what it calls stands below it in the order of use."""
-
-    def __init__(self, resolved: Resolved, seat: Seat) -> None:
-        self.cfg, self.resolved, self.seat, self.run = resolved.config, resolved, seat, seat.run
-        self.rank, self.first = seat.world.rank, seat.world.is_first
-        self.clock = Clock()
-        self.count = Progressed()
-        self.device = pick_device(seat.world, self.cfg.launch.device)
-        self.ended = ""
-
-    # -- the loop ---------------------------------------------------------------------------------------------
-
-    def go(self) -> int:
-        if not self.set_up():
-            return 0
-        return self.preempted() if self.loop() else self.finished()
-
-    def loop(self) -> bool:
-        """Windows until the budget is spent; whether a stop was asked for before that."""
-        window, clock, cfg = self.parts.window, self.clock, self.cfg
-        batch: Batch | None = None
-        while not self.is_done():
-            with clock("data"):
-                if batch is None or batch.number != self.count.window:
-                    batch = self.parts.feed.get(self.count.window)
-            self.seat.at(window.step, window.attempt + 1)
-            if self.drill:
-                self.drill.strike(window.attempt + 1)
-            with clock("compile" if self.compiling else "train"):
-                out = self.attempt(batch)
-            self.compiling = False
-            if out.decision.applied:
-                self.count.label_tokens += batch.labels
-                self.count.tokens += batch.tokens
-                self.count.slots += batch.slots
-            if not out.decision.retry:
-                self.count.window += 1
-            self.passed += 1
-            self.passed_tokens += batch.tokens
-            last = self.is_done(out)
-            if out.decision.applied:
-                self.log(out, last)
-            else:
-                self.skipped(out, batch)
-                self.parts.engine.clear()
-            if out.decision.applied and self.evaluates(last):
-                self.evaluate()
-            if out.decision.applied and (last or (cfg.checkpoint.every and window.step % cfg.checkpoint.every == 0)):
-                self.save()
-            if out.stop and not last:
-                return True
-        return False
-
-    def attempt(self, batch: Batch) -> Outcome:
-        """One window: forward, backward and reduction of its micro-batches, the verdict, and the step if it is applied."""
-        parts, window, engine = self.parts, self.parts.window, self.parts.engine
-        if batch.labels == 0:
-            return Outcome(window.close_empty(), math.nan, 0.0, self.agreed_stop(), 0.0)
-        number, coming = window.attempt + 1, window.step + 1
-        self.telemetry.begin(coming % self.cfg.track.every == 0 or coming == parts.steps)
-        self.seed_window(batch.number)
-        factor = torch.full((), window.scale / batch.labels, dtype=torch.float32, device=self.device)
-        loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        auxiliary = torch.zeros_like(loss)
-        poison = bool(self.drill) and self.drill.nan_loss(number)
-        count = len(batch.micros)
-        for i, micro in enumerate(batch.micros):
-            engine.micro(first=i == 0, last=i == count - 1)
-            objective, micro_loss, extra = parts.module(
-                input_ids=micro.input_ids,
-                position_ids=micro.position_ids,
-                index=micro.index,
-                targets=micro.targets,
-                factor=factor,
-            )
-            if extra is not None:  # a router's loss enters with the micro-batch's share of the window's label tokens
-                share = micro.labels / batch.labels
-                objective = objective + extra * (share * window.scale)
-                auxiliary += extra.detach() * share
-            if poison:
-                objective, micro_loss = objective * math.nan, micro_loss * math.nan
-            if self.reach is not None:
-                self.reach.look(objective)
-            if self.drill and self.drill.overflow(number, i + 1):
-                engine.poison()
-            objective.backward()
-            engine.after_backward(last=i == count - 1)
-            loss += micro_loss
-        if self.reach is not None:
-            self.reach.check()
-            self.reach = None
-
-        gradients = engine.gradients()
-        squares, total, aux, stop, seconds = self.exchange(square_sum(gradients), loss, auxiliary)
-        decision = window.close(Verdict(total, squares))
-        if decision.applied:
-            if decision.factor != 1.0:
-                torch._foreach_mul_(gradients, decision.factor)
-            self.telemetry.hold()
-            parts.optimizer.step(gradients, parts.lr(window.step))
-            self.figures = self.telemetry.read()
-            engine.refresh()
-            if self.wants_ledger:
-                self.write_ledger(gradients)
-        self.wire_bytes = sum(parts.wire.bytes.take())
-        if decision.applied:
-            engine.clear()  # else `skipped` may look at them first
-        return Outcome(decision, total / batch.labels, aux, stop > 0, seconds)
-
-    def exchange(self, squares: torch.Tensor, loss: torch.Tensor, auxiliary: torch.Tensor) -> list[float]:
-        """The window's one control exchange and one host wait: sums over ranks of what every decision needs."""
-        mine = [float(self.seat.stop.asked is not None), self.clock.seconds("train") if self.first else 0.0]
-        own = torch.tensor(mine, dtype=torch.float64, device=self.device)
-        control = torch.cat([torch.stack([squares.to(self.device) / self.parts.engine.replicas, loss, auxiliary]), own])
-        if self.seat.world.ranks > 1:
-            dist.all_reduce(control)
-        return control.tolist()
-
-    def agreed_stop(self) -> bool:
-        vote = torch.tensor(float(self.seat.stop.asked is not None), device=self.device)
-        dist.all_reduce(vote)
-        return bool(vote.item() > 0)
-
-    def seed_window(self, number: int) -> None:
-        """Dropout is a function of (seed, window, rank): a retried window sees the same masks, a resumed one too."""
-        text = f"{self.cfg.seed}/{number}/{self.rank}".encode()
-        seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
-        torch.default_generator.manual_seed(seed)
-        if self.device.type == "cuda":
-            torch.cuda.default_generators[self.device.index].manual_seed(seed)
-
-    def is_done(self, out: Outcome | None = None) -> bool:
-        """Whether the budget is spent. The same on all ranks: counters, and rank 0's clock as exchanged."""
-        parts, count = self.parts, self.count
-        if out is not None:
-            self.seconds = max(self.seconds, out.seconds)
-        if parts.steps is not None:
-            return parts.window.step >= parts.steps
-        if parts.windows is not None:
-            return count.window >= parts.windows
-        if parts.tokens is not None:
-            return count.tokens >= parts.tokens
-        assert parts.seconds is not None
-        return self.seconds >= parts.seconds
-
-    # -- set-up -----------------------------------------------------------------------------------------------
-
-    def set_up(self) -> bool:
-        """Collective. Joins the group and the run directory, builds, loads. False where the run was finished before."""
-        cfg, seat = self.cfg, self.seat
-        switches(cfg, self.device)
-        start(seat.world, self.device, timedelta(seconds=cfg.launch.timeout))
-        planned = worlds_plan(self.resolved, seat.world, self.device)
-        self.plan = planned.to_json()
-        session, mode = on_first(self.open_directory)
-        if mode == "finished":
-            if self.first:
-                print(f"{self.run.path} is finished: nothing to do")
-            return False
-        seat.take(session)
-        self.clock.backdate(self.run.began)
-        with self.clock("load"):
-            self.parts = assemble(self.resolved, seat.world, self.device, self.say)
-        self.hf = self.run.path / "hf"
-        on_first(lambda: save_hf(self.hf, self.parts, cfg))
-        self.seconds, self.passed, self.passed_tokens, self.wire_bytes = 0.0, 0, 0, 0
-        self.compiling = cfg.model.compile != "none"
-        self.wants_ledger = True
-        self.telemetry = Telemetry(self.parts.optimizer, self.parts.wire)
-        self.figures = {}
-        self.reach: diagnose.Reach | None = diagnose.Reach(self.parts.engine)
-        with self.clock("load"):
-            self.resume(mode)
-        faults = cfg.drill.model_dump(exclude_none=True)
-        self.drill = Drill(faults, self.rank, self.count.fired, self.drilled)
-        self.tracker = Tracker(cfg.track.wandb.mode, cfg.track.wandb.project, cfg.name, self.run.path,
-                               config=self.resolved.values(), rank=self.rank, warn=self.warn)  # fmt: skip
-        self.progress = Progress(self.parts.steps, start=self.parts.window.step) if self.first else None
-        self.rate = Rate(self.clock)
-        if self.first:
-            self.run.write_env(
-                {
-                    **environment([self.parts.facts["device"]]),
-                    **self.parts.facts,
-                    "ranks": seat.world.ranks,
-                    "nodes": seat.world.nodes,
-                }
-            )
-            self.run.status(state="running", step=self.parts.window.step, attempt=self.parts.window.attempt)
-            self.run.event("start", self.parts.window.step, self.parts.window.attempt, reason=mode)
-        return True
-
-    def open_directory(self) -> tuple[int, str]:
-        """Rank 0: (session, mode). Under a launcher the directory is open already and the session known."""
-        opened, mode = open_run(self.resolved, self.plan)
-        if mode != "finished":
-            self.run = self.seat.run = opened
-            if self.seat.given_session is not None:
-                opened.join(self.seat.given_session)
-            else:
-                opened.start_session()
-        return opened.session, mode
-
-    def say(self, text: str) -> None:
-        if self.first:
-            print(text, flush=True)
-
-    def warn(self, text: str) -> None:
-        if self.first:
-            self.run.event("warning", self.parts.window.step, self.parts.window.attempt, reason=text)
-            print(f"warning: {text}", flush=True)
-
-    def drilled(self, name: str, number: int, rank: int) -> None:
-        self.run.event("drill", self.parts.window.step, number, rank, reason=name)
-
-    def resume(self, mode: str) -> None:
-        """Collective. Loads the newest whole checkpoint of the run, or the one that a new run starts from."""
-        found = on_first(lambda: self.find(mode))
-        self.count.fired = on_first(self.fired_before)
-        if found is None:
-            if self.first and mode == "resume":  # it ended before its first checkpoint: all that it did is superseded
-                status = self.run.previous
-                self.clock.resume(None, status.get("time"), status.get("time_at"), self.run.last_alive)
-            return
-        parts, state = self.parts, found.state
-        own_rng = checkpoint.load(found, parts.engine, parts.optimizer, parts.module)
-        parts.window.load(state["window_state"])
-        fired = self.count.fired
-        self.count = Progressed(**{**state["count"], "fired": fired})
-        self.seconds = state["clock"].get("train", 0.0)
-        if self.first:
-            status = self.run.previous  # by now the launcher may have written a new one
-            self.clock.resume(state["clock"], status.get("time"), status.get("time_at"), self.run.last_alive,
-                              superseded=status.get("step", 0) > found.step or status.get("state") == "running")  # fmt: skip
-            where = (parts.window.step, parts.window.attempt)
-            self.run.event("load", *where, reason=str(found.path))
-            note = (
-                ""
-                if own_rng
-                else "; another number of ranks, so random number generators start anew by (seed, window, rank)"
-            )
-            self.run.event("resume", *where, reason=f"from {found.path.name}{note}", changes=self.run.changes)
-            self.say(f"resumed from {found.path.name}{note}")
-
-    def find(self, mode: str) -> checkpoint.Found | None:
-        wish = self.cfg.checkpoint.resume
-
-        def refused(name: str, fault: str) -> None:
-            self.run.event("refused", reason=fault, checkpoint=name, file=fault.split()[0])
-            print(f"warning: checkpoint {name} is passed over: {fault}", flush=True)
-
-        if wish not in ("auto", "never") and mode == "new":
-            path = Path(wish)
-            if (path / "checkpoints").is_dir():
-                found = checkpoint.newest(path / "checkpoints", refused)
-                if found is None:
-                    raise UsageError(
-                        f"checkpoint.resume = {wish}", "the run there has no checkpoint", "give another path"
-                    )
-                return found
-            return checkpoint.open_checked(path)
-        return checkpoint.newest(self.run.checkpoints, refused)
-
-    def fired_before(self) -> list[str]:
-        from mpdist.lines import read_lines
-
-        path = self.run.events_path
-        return [e["reason"] for e in read_lines(path) if e["event"] == "drill"] if path.exists() else []
-
-    # -- what follows an attempt --------------------------------------------------------------------------------
-
-    def log(self, out: Outcome, last: bool) -> None:
-        window, count = self.parts.window, self.count
-        logged = last or window.step % self.cfg.track.every == 0
-        if self.progress is not None and not logged:
-            self.progress.tick(window.step)
-        if not (logged or self.rate.wants(self.passed)):
-            return
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        speed = self.rate.mark(self.passed, self.passed_tokens)
-        if not logged or not self.first:
-            return
-        allocated, reserved = ledger.peak_bytes()
-        row: dict[str, Any] = {
-            "kind": "train", "step": window.step, "attempt": window.attempt,
-            "train/loss": out.loss, "train/lr": self.parts.lr(window.step), "train/grad_norm": out.decision.norm,
-            "train/label_tokens": count.label_tokens, "train/tokens": count.tokens, "train/slots": count.slots,
-            "scale/value": out.decision.scale, "scale/skipped": window.skipped, "wire/grad_bytes": self.wire_bytes,
-            "mem/peak_allocated_bytes": allocated, "mem/peak_reserved_bytes": reserved, **self.clock.metrics(),
-            **self.figures,
-        }  # fmt: skip
-        if out.auxiliary:
-            row["train/aux_loss"] = out.auxiliary
-        if speed is not None and speed.tokens_per_s is not None:
-            row |= {"speed/step_s": speed.step_s, "speed/tokens_per_s": speed.tokens_per_s}
-            if self.parts.flops and self.parts.peak_flops:
-                row["speed/mfu"] = mfu(
-                    self.parts.flops, speed.tokens_per_s, self.seat.world.ranks, self.parts.peak_flops
-                )
-        self.write(row)
-        self.run.status(state="running", step=window.step, attempt=window.attempt, time=self.clock.table())
-        if out.decision.scale_after != out.decision.scale:
-            self.run.event(
-                "scale", window.step, window.attempt, scale=out.decision.scale_after, before=out.decision.scale
-            )
-
-    def write(self, row: dict[str, Any]) -> None:
-        self.run.metrics(row)
-        self.tracker.log(row)
-        if self.progress is not None:
-            self.progress.row(row)
-
-    def skipped(self, out: Outcome, batch: Batch) -> None:
-        """Collective where the loss was non-finite or patience ran out: the cause is looked for on all ranks."""
-        window, decision = self.parts.window, out.decision
-        assert decision.reason is not None
-        if self.first:
-            self.run.event("skip", window.step, window.attempt, reason=str(decision.reason), loss=out.loss,
-                           scale=decision.scale, scale_after=decision.scale_after, window=batch.number)  # fmt: skip
-            self.say(
-                f"attempt {window.attempt} skipped: {decision.reason} (scale {decision.scale:g} -> {decision.scale_after:g})"
-            )
-        if decision.reason is Reason.NO_LABELS:
-            self.warn(f"window {batch.number} has no label token; it is skipped and counted")
-        first_loss = decision.reason is Reason.LOSS and window.losses == 1
-        if not (decision.exhausted or first_loss):
-            return
-        found = diagnose.explain(self.parts.module, self.parts.engine, batch, decision.reason, self.device)
-        if self.first:
-            self.run.event("finding", window.step, window.attempt, reason=found)
-            self.say(found)
-        if decision.exhausted:
-            raise Diverged(
-                f"{window.in_a_row} attempts in a row were skipped, the last for {decision.reason}, at step {window.step}",
-                f"precision.scale.patience = {window.patience} is used up at a scale of {decision.scale:g}. {found}",
-                "the weights are as the last applied step left them; lower the learning rate, compute in bf16 or fp32, or clean the data",
-            )
-
-    def evaluates(self, last: bool) -> bool:
-        every = self.cfg.eval.every
-        return self.parts.eval_feed is not None and (last or (every > 0 and self.parts.window.step % every == 0))
-
-    def evaluate(self) -> None:
-        """Collective. Total loss over total label tokens of the first rows, whatever the number of ranks."""
-        feed, parts = self.parts.eval_feed, self.parts
-        assert feed is not None
-        with self.clock("eval"), torch.no_grad():
-            parts.module.eval()
-            one = torch.ones((), dtype=torch.float32, device=self.device)
-            total = torch.zeros((), dtype=torch.float64, device=self.device)
-            labels, step_rows = 0, feed.micro * feed.ranks
-            for begin in range(0, parts.eval_rows, step_rows):
-                numbers = feed.order.window(begin // step_rows)[: parts.eval_rows - begin]
-                batch = feed.make(numbers)
-                micro = batch.micros[0]
-                total += parts.module(input_ids=micro.input_ids, position_ids=micro.position_ids, index=micro.index,
-                                      targets=micro.targets, factor=one)[1]  # fmt: skip
-                labels += batch.labels
-            dist.all_reduce(total)
-            loss = total.item() / labels if labels else math.nan
-            parts.module.train()
-        if loss < self.count.best:
-            self.count.best, self.count.best_step = loss, parts.window.step
-        if self.first:
-            self.write({
-                "kind": "eval", "step": parts.window.step, "attempt": parts.window.attempt, "eval/loss": loss,
-                "eval/perplexity": math.exp(loss) if loss < 700 else math.inf, "eval/label_tokens": labels,
-                "train/label_tokens": self.count.label_tokens, "train/tokens": self.count.tokens, **self.clock.metrics(),
-            })  # fmt: skip
-
-    def save(self) -> None:
-        """Collective. Writes and publishes a checkpoint of this moment."""
-        parts, window = self.parts, self.parts.window
-        self.count.saves += 1
-        with self.clock("save"):
-            if self.first:
-                self.run.event("save", window.step, window.attempt, reason="taken")
-            state = {
-                "step": window.step, "attempt": window.attempt, "window_state": window.state(),
-                "count": {**vars(self.count), "fired": []}, "clock": self.clock.table(), "wandb": self.tracker.id,
-                "session": self.run.session, "config_digest": self.resolved.digest(), "data": parts.facts["data"],
-                "ranks": self.seat.world.ranks, "seed": self.cfg.seed, "versions": environment()["versions"],
-            }  # fmt: skip
-            path, size = checkpoint.save(self.run.checkpoints, window.step, parts.engine, parts.optimizer, parts.module, state,
-                                         hf=self.hf, fault=lambda: self.drill.saving(self.count.saves, window.attempt))  # fmt: skip
-            if self.first:
-                self.run.event(
-                    "save", window.step, window.attempt, reason="published", checkpoint=path.name, bytes=size
-                )
-                if self.count.best_step == window.step:
-                    checkpoint.mark_best(self.run.checkpoints, window.step)
-                checkpoint.prune(self.run.checkpoints, self.cfg.checkpoint.keep)
-
-    def write_ledger(self, gradients: list[torch.Tensor]) -> None:
-        """Collective, once: the live tensors of every rank by class, beside the plan."""
-        self.wants_ledger = False
-        parts = self.parts
-        rows = ledger.measure(parts.engine.parts, gradients, parts.optimizer, parts.module, self.rank)
-        everywhere: list[Any] = [None] * self.seat.world.ranks
-        dist.all_gather_object(everywhere, rows)
-        if self.first:
-            planned = {row["row"]: {"bytes": row["rest_bytes"], "peak": row["peak_bytes"], "formula": row["formula"]}
-                       for row in self.plan["rows"]}  # fmt: skip
-            if planned:
-                planned["peak"] = {"bytes": 0, "peak": self.plan["peak_bytes_per_rank"], "formula": "the plan's peak"}
-            self.run.ledger(ledger.beside_plan([row for part in everywhere for row in part], planned))
-
-    # -- endings ------------------------------------------------------------------------------------------------
-
-    def preempted(self) -> int:
-        """Collective. Asked to stop by a signal to some rank: everything is saved, the status is 75."""
-        window = self.parts.window
-        if not (self.run.checkpoints / checkpoint.name_of(window.step)).exists():
-            self.save()
-        self.close("preempted", Preempted.status, f"stopped by {self.seat.stop.asked or 'another rank'}")
-        return Preempted.status
-
-    def finished(self) -> int:
-        window = self.parts.window
-        if window.step == 0 or not (self.run.checkpoints / checkpoint.name_of(window.step)).exists():
-            self.save()
-        self.close("done", 0, "the budget is spent")
-        return 0
-
-    def close(self, state: str, status: int, reason: str) -> None:
-        """Collective. The last words of a session that ends as it should."""
-        self.parts.feed.close()
-        self.tracker.finish(status)
-        window = self.parts.window
-        if self.first:
-            if state == "preempted":
-                self.run.event("stop", window.step, window.attempt, reason=reason)
-            self.run.event("end", window.step, window.attempt, reason=reason)
-            self.run.status(state=state, step=window.step, attempt=window.attempt, exit=status, reason=reason,
-                            time=self.clock.table())  # fmt: skip
-            if self.progress is not None:
-                self.progress.close()
-            print(f"{state} at step {window.step} ({window.attempt} attempts): {self.run.path}", flush=True)
-            self.run.close()
-            self.run.release()
-        dist.barrier()
-        stop()
-
-
 def run(resolved: Resolved, seat: Seat) -> int:
     """The exit status of one session on this rank. Raises MpdistError for every ending that is not done or preempted."""
-    return Run(resolved, seat).go()
+    session = Session(resolved, seat)
+    if not session.set_up():
+        return 0
+    return session.preempted() if loop(session) else session.finished()
+
+
+def loop(s: Session) -> bool:
+    """Windows until the budget is spent; whether a stop was asked for before that."""
+    window, clock, cfg = s.parts.window, s.clock, s.cfg
+    batch: Batch | None = None
+    while not is_done(s):
+        with clock("data"):
+            if batch is None or batch.number != s.count.window:
+                batch = s.parts.feed.get(s.count.window)
+        s.seat.at(window.step, window.attempt + 1)
+        if s.drill:
+            s.drill.strike(window.attempt + 1)
+        with clock("compile" if s.compiling else "train"):
+            out = attempt(s, batch)
+        s.compiling = False
+        if out.decision.applied:
+            s.count.label_tokens += batch.labels
+            s.count.tokens += batch.tokens
+            s.count.slots += batch.slots
+        if not out.decision.retry:
+            s.count.window += 1
+        s.passed += 1
+        s.passed_tokens += batch.tokens
+        last = is_done(s, out)
+        if out.decision.applied:
+            s.log(out, last)
+        else:
+            s.skipped(out, batch)
+            s.parts.engine.clear()
+        if out.decision.applied and s.evaluates(last):
+            s.evaluate()
+        if out.decision.applied and (last or (cfg.checkpoint.every and window.step % cfg.checkpoint.every == 0)):
+            s.save()
+        if out.stop and not last:
+            return True
+    return False
+
+
+def attempt(s: Session, batch: Batch) -> Outcome:
+    """One window: forward, backward and reduction of its micro-batches, the verdict, and the step if it is applied."""
+    parts, window, engine = s.parts, s.parts.window, s.parts.engine
+    if batch.labels == 0:
+        return Outcome(window.close_empty(), math.nan, 0.0, agreed_stop(s), 0.0)
+    number, coming = window.attempt + 1, window.step + 1
+    s.telemetry.begin(coming % s.cfg.track.every == 0 or coming == parts.steps)
+    seed_window(s, batch.number)
+    factor = torch.full((), window.scale / batch.labels, dtype=torch.float32, device=s.device)
+    loss = torch.zeros((), dtype=torch.float64, device=s.device)
+    auxiliary = torch.zeros_like(loss)
+    poison = bool(s.drill) and s.drill.nan_loss(number)
+    count = len(batch.micros)
+    for i, micro in enumerate(batch.micros):
+        engine.micro(first=i == 0, last=i == count - 1)
+        objective, micro_loss, extra = parts.module(
+            input_ids=micro.input_ids,
+            position_ids=micro.position_ids,
+            index=micro.index,
+            targets=micro.targets,
+            factor=factor,
+        )
+        if extra is not None:  # a router's loss enters with the micro-batch's share of the window's label tokens
+            share = micro.labels / batch.labels
+            objective = objective + extra * (share * window.scale)
+            auxiliary += extra.detach() * share
+        if poison:
+            objective, micro_loss = objective * math.nan, micro_loss * math.nan
+        if s.reach is not None:
+            s.reach.look(objective)
+        if s.drill and s.drill.overflow(number, i + 1):
+            engine.poison()
+        objective.backward()
+        engine.after_backward(last=i == count - 1)
+        loss += micro_loss
+    if s.reach is not None:
+        s.reach.check()
+        s.reach = None
+
+    gradients = engine.gradients()
+    squares, total, aux, stop, seconds = exchange(s, square_sum(gradients), loss, auxiliary)
+    decision = window.close(Verdict(total, squares))
+    if decision.applied:
+        if decision.factor != 1.0:
+            torch._foreach_mul_(gradients, decision.factor)
+        s.telemetry.hold()
+        parts.optimizer.step(gradients, parts.lr(window.step))
+        s.figures = s.telemetry.read()
+        engine.refresh()
+        if s.wants_ledger:
+            s.write_ledger(gradients)
+    s.wire_bytes = sum(parts.wire.bytes.take())
+    if decision.applied:
+        engine.clear()  # else `skipped` may look at them first
+    return Outcome(decision, total / batch.labels, aux, stop > 0, seconds, loss)
+
+
+def exchange(s: Session, squares: torch.Tensor, loss: torch.Tensor, auxiliary: torch.Tensor) -> list[float]:
+    """The window's one control exchange and one host wait: sums over ranks of what every decision needs."""
+    mine = [float(s.seat.stop.asked is not None), s.clock.seconds("train") if s.first else 0.0]
+    own = torch.tensor(mine, dtype=torch.float64, device=s.device)
+    control = torch.cat([torch.stack([squares.to(s.device) / s.parts.engine.replicas, loss, auxiliary]), own])
+    if s.seat.world.ranks > 1:
+        dist.all_reduce(control)
+    return control.tolist()
+
+
+def agreed_stop(s: Session) -> bool:
+    vote = torch.tensor(float(s.seat.stop.asked is not None), device=s.device)
+    dist.all_reduce(vote)
+    return bool(vote.item() > 0)
+
+
+def seed_window(s: Session, number: int) -> None:
+    """Dropout is a function of (seed, window, rank): a retried window sees the same masks, a resumed one too."""
+    text = f"{s.cfg.seed}/{number}/{s.rank}".encode()
+    seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+    torch.default_generator.manual_seed(seed)
+    if s.device.type == "cuda":
+        torch.cuda.default_generators[s.device.index].manual_seed(seed)
+
+
+def is_done(s: Session, out: Outcome | None = None) -> bool:
+    """Whether the budget is spent. The same on all ranks: counters, and rank 0's clock as exchanged."""
+    parts, count = s.parts, s.count
+    if out is not None:
+        s.seconds = max(s.seconds, out.seconds)
+    if parts.steps is not None:
+        return parts.window.step >= parts.steps
+    if parts.windows is not None:
+        return count.window >= parts.windows
+    if parts.tokens is not None:
+        return count.tokens >= parts.tokens
+    assert parts.seconds is not None
+    return s.seconds >= parts.seconds

@@ -105,15 +105,18 @@ def session_each(
 
 def one(path: str) -> Seen:
     """One session in this process."""
+    from mpdist import train
     from mpdist.config import load
     from mpdist.errors import MpdistError
-    from mpdist.train import Run
+    from mpdist.session import Session
     from mpdist.worker import Seat
     from mpdist.world import from_env
 
     seen = Seen()
 
-    class Looking(Run):
+    attempt = train.attempt
+
+    class Looking(Session):
         def attempt(self, batch: Any) -> Any:
             parts = self.parts
             if not seen.start:
@@ -128,7 +131,7 @@ def one(path: str) -> Seen:
                 parts.optimizer.step = spy
             before = digest(parts.engine, parts.optimizer)
             seen.digests = (seen.digests[0] or before, "")
-            out = super().attempt(batch)
+            out = attempt(self, batch)
             d, after = out.decision, digest(parts.engine, parts.optimizer)
             rows, state = [micro.rows.tolist() for micro in batch.micros], parts.window.state()
             lr = parts.lr(parts.window.step + (not d.applied))
@@ -155,11 +158,15 @@ def one(path: str) -> Seen:
         seat = Seat(resolved, world)
         seat.stop.listen(None)
         run = Looking(resolved, seat)
-        seen.status = run.go()
+        train.attempt = Looking.attempt
+        if run.set_up():
+            seen.status = run.preempted() if train.loop(run) else run.finished()
     except MpdistError as error:
         seen.status, seen.message = error.status, str(error)
         if seen.status == 5 and run is not None:  # all ranks come here together
             run.look()
+    finally:
+        train.attempt = attempt
     return seen
 
 

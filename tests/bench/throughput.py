@@ -40,7 +40,7 @@ class Mpdist:
 
     def __init__(self, folder: Path, hidden: int, layers: int) -> None:
         from mpdist.config import load
-        from mpdist.train import Run
+        from mpdist.session import Session
         from mpdist.worker import Seat
         from mpdist.world import from_env
 
@@ -52,7 +52,7 @@ class Mpdist:
         world = from_env(os.environ)
         assert world is not None
         resolved = load(path)
-        self.run = Run(resolved, Seat(resolved, world))
+        self.run = Session(resolved, Seat(resolved, world))
         assert self.run.set_up()
         self.run.save = lambda: None  # type: ignore[method-assign]
         self.run.progress = None
@@ -60,9 +60,11 @@ class Mpdist:
         self.run.seat.at = lambda *_: self.stamps.append(time.perf_counter())  # type: ignore[method-assign]
 
     def steps(self, count: int) -> list[float]:
+        from mpdist.train import loop
+
         self.stamps.clear()
         self.run.parts.steps = self.run.parts.window.step + count
-        self.run.loop()
+        loop(self.run)
         return [b - a for a, b in itertools.pairwise(self.stamps)]
 
     def batches(self, count: int) -> list[dict[str, torch.Tensor]]:

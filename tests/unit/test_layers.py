@@ -38,7 +38,7 @@ LAYERS = {
     "supervise": 2,
     "place": 2,
     "launch": 2,
-    "assemble": 4,
+    "assemble", "session": 4,
     "train": 4,
     "worker": 4,
     "export": 4,

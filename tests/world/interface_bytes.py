@@ -18,8 +18,8 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2])]
 
-import engines
-import worlds
+import engines  # noqa: E402
+import worlds  # noqa: E402
 
 SIZE = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4}
 STEPS = 3

@@ -116,7 +116,7 @@ def test_a_new_run_starts_from_the_whole_state_of_another_ones_checkpoint(tmp_pa
 
 def test_kill_inside_a_save_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
     drill = {"kill_at": {"attempt": 3, "rank": 1, "phase": "save"}}
-    with pytest.raises(AssertionError, match="died|failed"):
+    with pytest.raises(AssertionError, match=r"died|failed"):
         train(tmp_path, 2, checkpoint__every=1, drill=drill, launch__timeout="5s", timeout=40)
     names = sorted(p.name for p in (tmp_path / "runs" / "run" / "checkpoints").glob("step-*"))
     assert names == ["step-00000001", "step-00000002"]

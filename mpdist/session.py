@@ -1,0 +1,375 @@
+"""One session of a run on this rank: what is set up before the loop, what follows each attempt, and how it ends.
+
+The loop itself is in mpdist.train; it calls the methods here in the order in which they stand.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from mpdist import checkpoint, diagnose, ledger
+from mpdist.assemble import assemble, save_hf, switches, worlds_plan
+from mpdist.clock import Clock, Rate
+from mpdist.dist import on_first, pick_device, start, stop
+from mpdist.drill import Drill
+from mpdist.env import environment
+from mpdist.errors import Diverged, Preempted, UsageError
+from mpdist.feed import Batch
+from mpdist.formats import mfu
+from mpdist.lines import number, read_lines
+from mpdist.precision import Decision, Reason
+from mpdist.record import open_run
+from mpdist.telemetry import Telemetry
+from mpdist.track import Progress, Tracker
+
+if TYPE_CHECKING:
+    from mpdist.config import Resolved
+    from mpdist.worker import Seat
+
+
+@dataclass
+class Progressed:
+    """Counters of the run, all ranks alike. window: the global window to attempt next, from 0."""
+
+    window: int = 0
+    label_tokens: int = 0
+    tokens: int = 0
+    slots: int = 0
+    saves: int = 0
+    best: float = math.inf
+    best_step: int = -1
+    fired: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One attempt. loss: mean over the window's label tokens. stop: whether any rank was asked to stop."""
+
+    decision: Decision
+    loss: float
+    auxiliary: float
+    stop: bool
+    seconds: float  # rank 0's time inside windows
+    own_loss: torch.Tensor | None = None  # this rank's sum of token losses
+
+
+class Session:
+    """State of one session. All ranks hold the same counters; `first` is rank 0, which alone writes and prints."""
+
+    def __init__(self, resolved: Resolved, seat: Seat) -> None:
+        self.cfg, self.resolved, self.seat, self.run = resolved.config, resolved, seat, seat.run
+        self.rank, self.first = seat.world.rank, seat.world.is_first
+        self.clock = Clock()
+        self.count = Progressed()
+        self.device = pick_device(seat.world, self.cfg.launch.device)
+
+    # -- set-up -----------------------------------------------------------------------------------------------
+
+    def set_up(self) -> bool:
+        """Collective. Joins the group and the run directory, builds, loads. False where the run was finished before."""
+        cfg, seat = self.cfg, self.seat
+        switches(cfg, self.device)
+        start(seat.world, self.device, timedelta(seconds=cfg.launch.timeout))
+        planned = worlds_plan(self.resolved, seat.world, self.device)
+        self.plan = planned.to_json()
+        session, mode = on_first(self.open_directory)
+        if mode == "finished":
+            if self.first:
+                print(f"{self.run.path} is finished: nothing to do")
+            return False
+        seat.take(session)
+        self.clock.backdate(self.run.began)
+        with self.clock("load"):
+            self.parts = assemble(self.resolved, seat.world, self.device, self.say)
+        self.hf = self.run.path / "hf"
+        on_first(lambda: save_hf(self.hf, self.parts, cfg))
+        self.seconds, self.passed, self.passed_tokens, self.wire_bytes = 0.0, 0, 0, 0
+        self.saved_step: int | None = None  # of the newest checkpoint in this run's directory
+        self.compiling = cfg.model.compile != "none"
+        self.wants_ledger = True
+        self.telemetry = Telemetry(self.parts.optimizer, self.parts.wire)
+        self.figures: dict[str, float] = {}
+        self.reach: diagnose.Reach | None = diagnose.Reach(self.parts.engine)
+        with self.clock("load"):
+            self.resume(mode)
+        faults = cfg.drill.model_dump(exclude_none=True)
+        self.drill = Drill(faults, self.rank, self.count.fired, self.drilled)
+        self.tracker = Tracker(cfg.track.wandb.mode, cfg.track.wandb.project, cfg.name, self.run.path,
+                               config=self.resolved.values(), rank=self.rank, warn=self.warn)  # fmt: skip
+        self.progress = Progress(self.parts.steps, start=self.parts.window.step) if self.first else None
+        self.rate = Rate(self.clock)
+        if self.first:
+            self.run.write_env(
+                {
+                    **environment([self.parts.facts["device"]]),
+                    **self.parts.facts,
+                    "ranks": seat.world.ranks,
+                    "nodes": seat.world.nodes,
+                }
+            )
+            self.run.status(state="running", step=self.parts.window.step, attempt=self.parts.window.attempt)
+            self.run.event("start", self.parts.window.step, self.parts.window.attempt, reason=mode)
+        return True
+
+    def open_directory(self) -> tuple[int, str]:
+        """Rank 0: (session, mode). Under a launcher the directory is open already and the session known."""
+        opened, mode = open_run(self.resolved, self.plan)
+        if mode != "finished":
+            self.run = self.seat.run = opened
+            if self.seat.given_session is not None:
+                opened.join(self.seat.given_session)
+            else:
+                opened.start_session()
+        return opened.session, mode
+
+    def say(self, text: str) -> None:
+        if self.first:
+            print(text, flush=True)
+
+    def warn(self, text: str) -> None:
+        if self.first:
+            self.run.event("warning", self.parts.window.step, self.parts.window.attempt, reason=text)
+            print(f"warning: {text}", flush=True)
+
+    def drilled(self, name: str, number: int, rank: int) -> None:
+        self.run.event("drill", self.parts.window.step, number, rank, reason=name)
+
+    def resume(self, mode: str) -> None:
+        """Collective. Loads the newest whole checkpoint of the run, or the one that a new run starts from."""
+        found = on_first(lambda: self.find(mode))
+        self.count.fired = on_first(self.fired_before)
+        if found is None:
+            if self.first and mode == "resume":  # it ended before its first checkpoint: all that it did is superseded
+                status = self.run.previous
+                self.clock.resume(None, status.get("time"), status.get("time_at"), self.run.last_alive)
+            return
+        parts, state = self.parts, found.state
+        own_rng = checkpoint.load(found, parts.engine, parts.optimizer, parts.module)
+        parts.window.load(state["window_state"])
+        fired = self.count.fired
+        self.count = Progressed(**{**state["count"], "best": number(state["count"]["best"]), "fired": fired})
+        if found.path.parent == self.run.checkpoints:
+            self.saved_step = found.step
+        self.seconds = state["clock"].get("train", 0.0)
+        if self.first:
+            status = self.run.previous  # by now the launcher may have written a new one
+            self.clock.resume(state["clock"], status.get("time"), status.get("time_at"), self.run.last_alive,
+                              superseded=status.get("step", 0) > found.step or status.get("state") == "running")  # fmt: skip
+            where = (parts.window.step, parts.window.attempt)
+            self.run.event("load", *where, reason=str(found.path))
+            note = (
+                ""
+                if own_rng
+                else "; another number of ranks, so random number generators start anew by (seed, window, rank)"
+            )
+            self.run.event("resume", *where, reason=f"from {found.path.name}{note}", changes=self.run.changes)
+            self.say(f"resumed from {found.path.name}{note}")
+
+    def find(self, mode: str) -> checkpoint.Found | None:
+        wish = self.cfg.checkpoint.resume
+
+        def refused(name: str, fault: str) -> None:
+            self.run.event("refused", reason=fault, checkpoint=name, file=fault.split()[0])
+            print(f"warning: checkpoint {name} is passed over: {fault}", flush=True)
+
+        if wish not in ("auto", "never") and mode == "new":
+            path = Path(wish)
+            if (path / "checkpoints").is_dir():
+                found = checkpoint.newest(path / "checkpoints", refused)
+                if found is None:
+                    raise UsageError(
+                        f"checkpoint.resume = {wish}", "the run there has no checkpoint", "give another path"
+                    )
+                return found
+            return checkpoint.open_checked(path)
+        return checkpoint.newest(self.run.checkpoints, refused)
+
+    def fired_before(self) -> list[str]:
+        path = self.run.events_path
+        return [e["reason"] for e in read_lines(path) if e["event"] == "drill"] if path.exists() else []
+
+    # -- what follows an attempt --------------------------------------------------------------------------------
+
+    def log(self, out: Outcome, last: bool) -> None:
+        window, count = self.parts.window, self.count
+        logged = last or window.step % self.cfg.track.every == 0
+        if self.progress is not None and not logged:
+            self.progress.tick(window.step)
+        if not (logged or self.rate.wants(self.passed)):
+            return
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        speed = self.rate.mark(self.passed, self.passed_tokens)
+        if not logged or not self.first:
+            return
+        allocated, reserved = ledger.peak_bytes()
+        row: dict[str, Any] = {
+            "kind": "train", "step": window.step, "attempt": window.attempt,
+            "train/loss": out.loss, "train/lr": self.parts.lr(window.step), "train/grad_norm": out.decision.norm,
+            "train/label_tokens": count.label_tokens, "train/tokens": count.tokens, "train/slots": count.slots,
+            "scale/value": out.decision.scale, "scale/skipped": window.skipped, "wire/grad_bytes": self.wire_bytes,
+            "mem/peak_allocated_bytes": allocated, "mem/peak_reserved_bytes": reserved, **self.clock.metrics(),
+            **self.figures,
+        }  # fmt: skip
+        if out.auxiliary:
+            row["train/aux_loss"] = out.auxiliary
+        if speed is not None and speed.tokens_per_s is not None:
+            row |= {"speed/step_s": speed.step_s, "speed/tokens_per_s": speed.tokens_per_s}
+            if self.parts.flops and self.parts.peak_flops:
+                row["speed/mfu"] = mfu(
+                    self.parts.flops, speed.tokens_per_s, self.seat.world.ranks, self.parts.peak_flops
+                )
+        self.write(row)
+        self.run.status(state="running", step=window.step, attempt=window.attempt, time=self.clock.table())
+        if out.decision.scale_after != out.decision.scale:
+            self.run.event(
+                "scale", window.step, window.attempt, scale=out.decision.scale_after, before=out.decision.scale
+            )
+
+    def write(self, row: dict[str, Any]) -> None:
+        self.run.metrics(row)
+        self.tracker.log(row)
+        if self.progress is not None:
+            self.progress.row(row)
+
+    def skipped(self, out: Outcome, batch: Batch) -> None:
+        """Collective where the loss was non-finite or patience ran out: the cause is looked for on all ranks."""
+        window, decision = self.parts.window, out.decision
+        assert decision.reason is not None
+        if self.first:
+            self.run.event("skip", window.step, window.attempt, reason=str(decision.reason), loss=out.loss,
+                           scale=decision.scale, scale_after=decision.scale_after, window=batch.number)  # fmt: skip
+            self.say(
+                f"attempt {window.attempt} skipped: {decision.reason} (scale {decision.scale:g} -> {decision.scale_after:g})"
+            )
+        if decision.reason is Reason.NO_LABELS:
+            self.warn(f"window {batch.number} has no label token; it is skipped and counted")
+        first_loss = decision.reason is Reason.LOSS and window.losses == 1
+        if not (decision.exhausted or first_loss):
+            return
+        parts = self.parts
+        found = diagnose.explain(parts.module, parts.engine, batch, decision.reason, self.device, out.own_loss)
+        if self.first:
+            self.run.event("finding", window.step, window.attempt, reason=found)
+            self.say(found)
+        if decision.exhausted:
+            raise Diverged(
+                f"{window.in_a_row} attempts in a row were skipped, the last for {decision.reason}, at step {window.step}",
+                f"precision.scale.patience = {window.patience} is used up at a scale of {decision.scale:g}. {found}",
+                "the weights are as the last applied step left them; lower the learning rate, compute in bf16 or fp32, or clean the data",
+            )
+
+    def evaluates(self, last: bool) -> bool:
+        every = self.cfg.eval.every
+        return self.parts.eval_feed is not None and (last or (every > 0 and self.parts.window.step % every == 0))
+
+    def evaluate(self) -> None:
+        """Collective. Total loss over total label tokens of the first rows, whatever the number of ranks."""
+        feed, parts = self.parts.eval_feed, self.parts
+        assert feed is not None
+        with self.clock("eval"), torch.no_grad():
+            parts.module.eval()
+            one = torch.ones((), dtype=torch.float32, device=self.device)
+            total = torch.zeros((), dtype=torch.float64, device=self.device)
+            labels, step_rows = 0, feed.micro * feed.ranks
+            for begin in range(0, parts.eval_rows, step_rows):
+                numbers = feed.order.window(begin // step_rows)[: parts.eval_rows - begin]
+                batch = feed.make(numbers)
+                micro = batch.micros[0]
+                total += parts.module(input_ids=micro.input_ids, position_ids=micro.position_ids, index=micro.index,
+                                      targets=micro.targets, factor=one)[1]  # fmt: skip
+                labels += batch.labels
+            dist.all_reduce(total)
+            loss = total.item() / labels if labels else math.nan
+            parts.module.train()
+        if loss < self.count.best:
+            self.count.best, self.count.best_step = loss, parts.window.step
+        if self.first:
+            self.write({
+                "kind": "eval", "step": parts.window.step, "attempt": parts.window.attempt, "eval/loss": loss,
+                "eval/perplexity": math.exp(loss) if loss < 700 else math.inf, "eval/label_tokens": labels,
+                "train/label_tokens": self.count.label_tokens, "train/tokens": self.count.tokens, **self.clock.metrics(),
+            })  # fmt: skip
+
+    def save(self) -> None:
+        """Collective. Writes and publishes a checkpoint of this moment."""
+        parts, window = self.parts, self.parts.window
+        self.count.saves += 1
+        with self.clock("save"):
+            if self.first:
+                self.run.event("save", window.step, window.attempt, reason="taken")
+            state = {
+                "step": window.step, "attempt": window.attempt, "window_state": window.state(),
+                "count": {**vars(self.count), "fired": []}, "clock": self.clock.table(), "wandb": self.tracker.id,
+                "session": self.run.session, "config_digest": self.resolved.digest(), "data": parts.facts["data"],
+                "ranks": self.seat.world.ranks, "seed": self.cfg.seed, "versions": environment()["versions"],
+            }  # fmt: skip
+            path, size = checkpoint.save(self.run.checkpoints, window.step, parts.engine, parts.optimizer, parts.module, state,
+                                         hf=self.hf, fault=lambda: self.drill.saving(self.count.saves, window.attempt))  # fmt: skip
+            self.saved_step = window.step
+            if self.first:
+                self.run.event(
+                    "save", window.step, window.attempt, reason="published", checkpoint=path.name, bytes=size
+                )
+                if self.count.best_step == window.step:
+                    checkpoint.mark_best(self.run.checkpoints, window.step)
+                checkpoint.prune(self.run.checkpoints, self.cfg.checkpoint.keep)
+
+    def write_ledger(self, gradients: list[torch.Tensor]) -> None:
+        """Collective, once: the live tensors of every rank by class, beside the plan."""
+        self.wants_ledger = False
+        parts = self.parts
+        rows = ledger.measure(parts.engine.parts, gradients, parts.optimizer, parts.module, self.rank)
+        everywhere: list[Any] = [None] * self.seat.world.ranks
+        dist.all_gather_object(everywhere, rows)
+        if self.first:
+            planned = {row["row"]: {"bytes": row["rest_bytes"], "peak": row["peak_bytes"], "formula": row["formula"]}
+                       for row in self.plan["rows"]}  # fmt: skip
+            if planned:
+                planned["peak"] = {"bytes": 0, "peak": self.plan["peak_bytes_per_rank"], "formula": "the plan's peak"}
+            self.run.ledger(ledger.beside_plan([row for part in everywhere for row in part], planned))
+
+    # -- endings ------------------------------------------------------------------------------------------------
+
+    def preempted(self) -> int:
+        """Collective. Asked to stop by a signal to some rank: everything is saved, the status is 75."""
+        if self.saved_step != self.parts.window.step:
+            self.save()
+        self.close("preempted", Preempted.status, f"stopped by {self.seat.stop.asked or 'another rank'}")
+        return Preempted.status
+
+    def finished(self) -> int:
+        if self.saved_step != self.parts.window.step:
+            self.save()
+        self.close("done", 0, "the budget is spent")
+        return 0
+
+    def close(self, state: str, status: int, reason: str) -> None:
+        """Collective. The last words of a session that ends as it should."""
+        self.parts.feed.close()
+        window = self.parts.window
+        if self.first:
+            if state == "preempted":
+                self.run.event("stop", window.step, window.attempt, reason=reason)
+            self.run.event("end", window.step, window.attempt, reason=reason)
+            self.run.status(state=state, step=window.step, attempt=window.attempt, exit=status, reason=reason,
+                            time=self.clock.table())  # fmt: skip
+            if self.progress is not None:
+                self.progress.close()
+            print(f"{state} at step {window.step} ({window.attempt} attempts): {self.run.path}", flush=True)
+        dist.barrier()
+        stop()
+        if self.seat.record is not None:
+            self.seat.record.ended(status)
+        # All ranks have said goodbye: waiting for a tracker holds nobody up.
+        self.tracker.finish(status)
+        if self.first:
+            self.run.close()
+            self.run.release()

@@ -1,0 +1,149 @@
+"""The README: its generated parts are what the code says, its commands parse, and the files that it names exist.
+
+Run as a program, this writes the generated parts anew.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpdist import cli, errors
+from mpdist.config import load
+from mpdist.config.describe import find, reference
+from mpdist.config.rules import SUPPORT
+from mpdist.record import METRICS
+
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
+_PART = re.compile(r"(<!-- begin (\w+) -->\n).*?(<!-- end \2 -->)", re.DOTALL)
+_FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _support() -> str:
+    rows = []
+    for engine in SUPPORT.values():
+        lists = (engine.offload, engine.computes, engine.wires, engine.sums, engine.when)
+        stages = ", ".join(map(str, engine.stages))
+        replicas = "yes" if engine.replicas else "no"
+        rows.append([f"`{engine.engine}`", stages, replicas, *(", ".join(values) for values in lists), engine.note])
+    names = ["stage", "replicas", "offload", "compute", "wire", "sum", "when"]
+    sections = ["shard", "shard", "shard", "precision", "reduce", "reduce", "reduce"]
+    keys = [f"`{section}.{name}`" for section, name in zip(sections, names, strict=True)]
+    return _table(["engine", *keys, ""], rows)
+
+
+GENERATED: dict[str, Callable[[], str]] = {
+    "commands": lambda: _table(
+        ["command", ""], [[f"`mpdist {name}`", summary] for name, (_, summary) in cli.COMMANDS.items()]
+    ),
+    "support": _support,
+    "metrics": lambda: _table(["name", "meaning"], [[f"`{name}`", text] for name, text in METRICS.items()]),
+    "reference": reference,
+}
+
+
+def written(text: str) -> str:
+    """The README with its generated parts as they should be."""
+    return _PART.sub(lambda match: f"{match[1]}\n{GENERATED[match[2]]()}\n\n{match[3]}", text)
+
+
+def test_the_generated_parts_are_up_to_date() -> None:
+    text = README.read_text("utf-8")
+    assert [match[2] for match in _PART.finditer(text)] == list(GENERATED)
+    assert text == written(text), "run: python tests/unit/test_readme.py"
+
+
+def _fences(*languages: str) -> list[str]:
+    return [body for language, body in _FENCE.findall(README.read_text("utf-8")) if language in languages]
+
+
+def _commands() -> list[list[str]]:
+    lines = [line for body in _fences("sh") for line in body.splitlines()]
+    return [shlex.split(line) for line in lines]
+
+
+def test_every_fence_has_a_language_that_is_checked_here() -> None:
+    languages = {language for language, _ in _FENCE.findall(README.read_text("utf-8"))}
+    assert languages == {"sh", "yaml", "python"}
+    assert README.read_text("utf-8").count("```") == 2 * len(_fences("sh", "yaml", "python"))
+    for body in _fences("sh"):
+        subprocess.run(["sh", "-n"], input=body, text=True, check=True, timeout=20)
+    for body in _fences("python"):
+        compile(body, "README.md", "exec")
+
+
+class _Parsed(Exception):
+    """Carries what a command line was understood as, before anything is done."""
+
+
+@pytest.mark.parametrize("words", [w for w in _commands() if w[0] == "mpdist"], ids=" ".join)
+def test_commands_parse_and_their_settings_are_real(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop_after(method: Callable[..., Any]) -> Callable[..., None]:
+        def parse(parser: Any, argv: list[str]) -> None:
+            monkeypatch.undo()
+            raise _Parsed(method(parser, argv))
+
+        return parse
+
+    for name in ("parse_args", "parse_intermixed_args"):
+        monkeypatch.setattr(cli._Parser, name, stop_after(getattr(cli._Parser, name)))
+    with pytest.raises(_Parsed) as caught:
+        cli.COMMANDS[words[1]][0](words[2:])
+    arguments = caught.value.args[0]
+    if hasattr(arguments, "overrides") and arguments.config is not None:
+        shipped = ROOT / arguments.config.replace("my_runs/", "configs/")
+        load(shipped, arguments.overrides)
+
+
+def test_the_scripts_named_are_there() -> None:
+    text = README.read_text("utf-8")
+    for path in set(re.findall(r"\b(?:tests|launch|configs)/[\w./]+\.(?:py|sh|md|yaml)\b", text)):
+        assert (ROOT / path).is_file(), path
+    for script in re.findall(r"^ {4}sh (\S+)", text, re.MULTILINE):
+        assert (ROOT / script).is_file(), script
+
+
+def test_yaml_fragments_hold_real_keys() -> None:
+    from ruamel.yaml import YAML
+
+    def keys(node: Any, path: tuple[str, ...]) -> list[tuple[str, ...]]:
+        items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+        return [path, *(deeper for key, value in items for deeper in keys(value, (*path, str(key))))]
+
+    for body in _fences("yaml"):
+        for path in keys(YAML(typ="safe").load(body), ())[1:]:
+            assert find(path) is not None, path
+
+
+def test_keys_in_the_prose_exist() -> None:
+    text = _PART.sub("", README.read_text("utf-8"))
+    sections = r"(?:model|data|batch|precision|shard|reduce|memory|optim|budget|eval|checkpoint|track|launch)"
+    named = set(re.findall(rf"`({sections}(?:\.\w+)+)(?:=[^`]*)?`", text)) - {"launch.sh"}
+    assert len(named) > 10
+    for name in named:
+        assert find(tuple(name.split("."))) is not None, name
+
+
+def test_exit_statuses_are_those_of_the_errors() -> None:
+    section = README.read_text("utf-8").partition("## Exit statuses")[2].partition("\n## ")[0]
+    listed = {int(number) for number in re.findall(r"^\| (\d+) \|", section, re.MULTILINE)}
+    classes = [
+        kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.MpdistError)
+    ]
+    assert listed == {0, *(kind.status for kind in classes)}
+
+
+if __name__ == "__main__":
+    README.write_text(written(README.read_text("utf-8")), "utf-8")

@@ -48,20 +48,23 @@ class Reach:
                              "freeze them with model.freeze, or use a model that trains them")  # fmt: skip
 
 
-def explain(module: nn.Module, engine: Engine, batch: Batch, reason: Reason, device: torch.device) -> str:
-    """Collective. One sentence on the likeliest cause: weights, the compute dtype, the data or the gradients."""
+def explain(
+    module: nn.Module, engine: Engine, batch: Batch, reason: Reason, device: torch.device, loss: torch.Tensor | None = None
+) -> str:
+    """Collective. One sentence on the likeliest cause: weights, the compute dtype, the data or the gradients.
+
+    loss: this rank's sum in the attempt; the gradients are still those of the attempt.
+    """
     weights = _bad_weights(engine)
-    outputs, losses = [], []
-    for micro in batch.micros:
-        first, loss = _first_bad_output(module, micro, device)
-        outputs.append((first, micro))
-        losses.append(loss)
+    outputs = [(_first_bad_output(module, micro, device), micro) for micro in batch.micros]
     bad = next(((name, micro) for name, micro in outputs if name is not None), None)
     mine = {
         "weights": weights,
         "module": bad[0] if bad else None,
         "rows": bad[1].rows.tolist()[:8] if bad else [],
         "labels": sum(micro.labels for micro in batch.micros),
+        "lost": loss is not None and not torch.isfinite(loss).item(),
+        "own rows": [row for micro in batch.micros for row in micro.rows.tolist()][:8],
         "gradients": _bad_gradients(engine) if reason is Reason.GRADIENTS else [],
     }
     ranks: list[Any] = [None] * dist.get_world_size()
@@ -84,7 +87,9 @@ def _sentence(ranks: list[dict[str, Any]], reason: Reason, batch: Batch) -> str:
         if found["gradients"]:
             return f"gradients: non-finite in {', '.join(found['gradients'][:3])} (rank {rank}); weights, activations and loss are finite"
     if reason is Reason.LOSS:
-        return f"loss: non-finite although weights and every module's output are finite; {tokens}"
+        lost = [f"rank {rank} (rows {found['own rows']})" for rank, found in enumerate(ranks) if found["lost"]]
+        where = f"loss: non-finite on {', '.join(lost) or 'no single rank'}"
+        return f"{where}, although weights and every module's output are finite; {tokens}"
     return "gradients: non-finite, though a second forward shows finite weights and activations"
 
 
@@ -100,8 +105,8 @@ def _bad_gradients(engine: Engine) -> list[str]:
     ]
 
 
-def _first_bad_output(module: nn.Module, micro: Micro, device: torch.device) -> tuple[str | None, float]:
-    """Collective where the module is sharded. Name of the first module whose output is not finite, and the loss."""
+def _first_bad_output(module: nn.Module, micro: Micro, device: torch.device) -> str | None:
+    """Collective where the module is sharded. Name of the first module whose output is not finite."""
     found: list[str] = []
 
     def watch(name: str) -> Callable[..., None]:
@@ -122,9 +127,9 @@ def _first_bad_output(module: nn.Module, micro: Micro, device: torch.device) -> 
     try:
         with torch.no_grad():
             one = torch.ones((), device=device)
-            loss = module(input_ids=micro.input_ids, position_ids=micro.position_ids, index=micro.index,
-                          targets=micro.targets, factor=one)[1]  # fmt: skip
+            module(input_ids=micro.input_ids, position_ids=micro.position_ids, index=micro.index,
+                   targets=micro.targets, factor=one)  # fmt: skip
     finally:
         for handle in handles:
             handle.remove()
-    return (found[0] if found else None), float(loss)
+    return found[0] if found else None

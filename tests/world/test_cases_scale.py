@@ -169,6 +169,7 @@ def test_a_loss_of_nan_for_ever_ends_with_5_and_the_first_weights(
         assert not any(a.touched for a in seen.attempts)
         assert tiny.same(seen.start, seen.end)
     assert "non-finite loss" in run.message
+    assert "loss: non-finite on rank 1 (rows [" in run.message
     assert [e["loss"] for e in run.events("skip")] == ["nan"] * 4
 
 

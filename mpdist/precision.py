@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from mpdist.errors import UsageError
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WORDS = {dtype: word for word, dtype in DTYPES.items()}
 
@@ -47,12 +49,25 @@ class Policy:
 
 
 def kept_modules(model: nn.Module, policy: Policy) -> list[tuple[str, nn.Module]]:
-    """The outermost modules that compute in FP32 by the policy."""
+    """The outermost modules that compute in FP32 by the policy.
+
+    Raises UsageError where one of them shares a parameter with a module that does not: it cannot be held in two dtypes.
+    """
     kept: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer, _ in kept)
         if name and not inside and policy.keeps(name):
             kept.append((name, module))
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    for outer, module in kept:
+        for param in module.parameters():
+            others = [name for name in names[id(param)] if not name.startswith(f"{outer}.")]
+            if others:
+                raise UsageError(f"precision.keep_fp32 = {list(policy.keep_fp32)} keeps {outer}, whose weight is tied to {others[0]}",
+                                 "one weight cannot be held in two dtypes",
+                                 "keep neither of the two, or a module that holds both")  # fmt: skip
     return kept
 
 

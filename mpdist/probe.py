@@ -68,6 +68,22 @@ def ends_with_head(model: nn.Module, base: Any, head: Any) -> bool:
             base.forward = own
 
 
+@contextlib.contextmanager
+def naming_the_uncertain() -> Iterator[None]:
+    """Turns torch's refusal of an operation under `deterministic: true` into the user's choice, by the operation's name."""
+    try:
+        yield
+    except RuntimeError as error:
+        name, found, _ = str(error).partition(" does not have a deterministic implementation")
+        if not found:
+            raise
+        raise UsageError(f"deterministic = true, but the model uses {name.split()[-1]}",
+                         "torch has no deterministic implementation of this operation on this device",
+                         "set deterministic: false (runs are then not exact to the bit), or use another model.attention",
+                         ) from error  # fmt: skip
+
+
+@naming_the_uncertain()
 def check_isolation(module: nn.Module, vocabulary: int, longest: int, device: torch.device) -> None:
     """Collective. Raises UsageError where a packed row lets one document see another.
 

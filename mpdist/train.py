@@ -18,6 +18,7 @@ import torch.distributed as dist
 from mpdist.feed import Batch
 from mpdist.optim import square_sum
 from mpdist.precision import Verdict
+from mpdist.probe import naming_the_uncertain
 from mpdist.session import Outcome, Session
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def run(resolved: Resolved, seat: Seat) -> int:
     return session.preempted() if loop(session) else session.finished()
 
 
+@naming_the_uncertain()
 def loop(s: Session) -> bool:
     """Windows until the budget is spent; whether a stop was asked for before that."""
     window, clock, cfg = s.parts.window, s.clock, s.cfg

@@ -8,6 +8,7 @@ after the scatter, so both legs obey the same wire and sum dtypes, and nothing i
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor, Shard
 
-from mpdist.precision import Policy, kept_modules
+from mpdist.precision import Policy, is_head, kept_modules
 from mpdist.reduce import Wire
 from mpdist.shard import Part, Read
 
@@ -70,7 +71,8 @@ class Fsdp2:
         )
         reshard = stage == 3
         for _, module in kept_modules(model, policy):
-            fully_shard(module, reshard_after_forward=reshard, mp_policy=kept, **options)
+            own = replace(kept, output_dtype=None) if is_head(model, module) else kept
+            fully_shard(module, reshard_after_forward=reshard, mp_policy=own, **options)
         for block in blocks:
             if not isinstance(block, FSDPModule):
                 fully_shard(block, reshard_after_forward=reshard, mp_policy=normal, **options)

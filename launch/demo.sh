@@ -8,6 +8,7 @@
 # Stop:    Ctrl-C saves at the next step; the same line again goes on from there, and leaves alone what is finished.
 set -eu
 cd "$(dirname "$0")/.."
+[ -f pyproject.toml ] || { echo "this script belongs into a checkout of mpdist, beside its pyproject.toml" >&2; exit 2; }
 
 if [ ! -x .venv/bin/pip ]; then
     for python in python3 python3.14 python3.13 python3.12 python3.11 none; do

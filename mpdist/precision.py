@@ -217,13 +217,13 @@ def scale_mode(mode: str, compute: str, wire: str) -> str:
 
 
 def outside_fp16(parts: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, float]]:
-    """Parameters with a finite value that FP16 cannot hold, and the largest magnitude of each."""
+    """Parameters with a value that FP16 cannot hold, and the largest magnitude of each: inf where it was cast already."""
     found = []
     limit = torch.finfo(torch.float16).max
     for name, tensor in parts:
         if tensor.numel():
             low, high = torch.aminmax(tensor)
             largest = max(abs(low.item()), abs(high.item()))
-            if math.isfinite(largest) and largest > limit:
+            if largest > limit and (math.isfinite(largest) or tensor.dtype == torch.float16):
                 found.append((name, largest))
     return found

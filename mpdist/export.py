@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from mpdist.checkpoint import Found, newest, open_checked
 from mpdist.errors import CheckpointError, UsageError
 from mpdist.precision import DTYPES
+from mpdist.restore import Found, newest, open_checked
 
 _SHARD_BYTES = 4 * 10**9  # of the files written, and the most that is held in memory at once
 

@@ -114,8 +114,13 @@ def write_atomic(path: Path, text: str) -> None:
         raise MachineError(
             f"{path}: cannot be written: {error.strerror or error}", do="make room, or check the permissions"
         ) from error
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Flush a folder's own entries, so that a rename in it survives a crash of the machine, where that can be done."""
     try:
-        folder = os.open(path.parent, os.O_RDONLY)
+        folder = os.open(path, os.O_RDONLY)
     except OSError:  # some file systems do not open folders; the rename itself has happened
         return
     try:

@@ -14,18 +14,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from mpdist import checkpoint, diagnose, ledger
+from mpdist import checkpoint, diagnose, ledger, restore
 from mpdist.assemble import assemble, save_hf, switches, worlds_plan
 from mpdist.clock import Clock, Rate
 from mpdist.dist import on_first, pick_device, start, stop
 from mpdist.drill import Drill
 from mpdist.env import environment
-from mpdist.errors import Diverged, Preempted, UsageError
+from mpdist.errors import CheckpointError, Diverged, Preempted, UsageError
 from mpdist.feed import Batch
 from mpdist.formats import mfu
 from mpdist.lines import number, read_lines
 from mpdist.precision import Decision, Reason
 from mpdist.record import open_run
+from mpdist.saver import Saver
 from mpdist.telemetry import Telemetry
 from mpdist.track import Progress, Tracker
 
@@ -58,6 +59,7 @@ class Outcome:
     stop: bool
     seconds: float  # rank 0's time inside windows
     own_loss: torch.Tensor | None = None  # this rank's sum of token losses
+    save_failed: bool = False  # whether the save in flight has failed on any rank
 
 
 class Session:
@@ -105,6 +107,12 @@ class Session:
                                config=self.resolved.values(), rank=self.rank, warn=self.warn)  # fmt: skip
         self.progress = Progress(self.parts.steps, start=self.parts.window.step) if self.first else None
         self.rate = Rate(self.clock)
+        self.versions = environment()["versions"]
+        self.best_saved = False
+        self.saver = Saver(
+            self.run.checkpoints, background=cfg.checkpoint.background, hf=self.hf, published=self.published,
+            written=lambda step: self.run.event("save", step, reason="written"),
+        )  # fmt: skip
         if self.first:
             self.run.write_env(
                 {
@@ -151,7 +159,7 @@ class Session:
                 self.clock.resume(None, status.get("time"), status.get("time_at"), self.run.last_alive)
             return
         parts, state = self.parts, found.state
-        own_rng = checkpoint.load(found, parts.engine, parts.optimizer, parts.module)
+        own_rng = restore.load(found, parts.engine, parts.optimizer, parts.module)
         parts.window.load(state["window_state"])
         fired = self.count.fired
         self.count = Progressed(**{**state["count"], "best": number(state["count"]["best"]), "fired": fired})
@@ -172,7 +180,7 @@ class Session:
             self.run.event("resume", *where, reason=f"from {found.path.name}{note}", changes=self.run.changes)
             self.say(f"resumed from {found.path.name}{note}")
 
-    def find(self, mode: str) -> checkpoint.Found | None:
+    def find(self, mode: str) -> restore.Found | None:
         wish = self.cfg.checkpoint.resume
 
         def refused(name: str, fault: str) -> None:
@@ -182,14 +190,14 @@ class Session:
         if wish not in ("auto", "never") and mode == "new":
             path = Path(wish)
             if (path / "checkpoints").is_dir():
-                found = checkpoint.newest(path / "checkpoints", refused)
+                found = restore.newest(path / "checkpoints", refused)
                 if found is None:
                     raise UsageError(
                         f"checkpoint.resume = {wish}", "the run there has no checkpoint", "give another path"
                     )
                 return found
-            return checkpoint.open_checked(path)
-        return checkpoint.newest(self.run.checkpoints, refused)
+            return restore.open_checked(path)
+        return restore.newest(self.run.checkpoints, refused)
 
     def fired_before(self) -> list[str]:
         path = self.run.events_path
@@ -298,29 +306,51 @@ class Session:
                 "train/label_tokens": self.count.label_tokens, "train/tokens": self.count.tokens, **self.clock.metrics(),
             })  # fmt: skip
 
-    def save(self) -> None:
-        """Collective. Writes and publishes a checkpoint of this moment."""
-        parts, window = self.parts, self.parts.window
-        self.count.saves += 1
+    def save(self, final: bool = False) -> None:
+        """Collective. Begins a checkpoint of this moment; returns when it is copied, or with `final` when it is published."""
+        parts, window, count = self.parts, self.parts.window, self.count
         with self.clock("save"):
-            if self.first:
-                self.run.event("save", window.step, window.attempt, reason="taken")
+            self.reap()
+            count.saves += 1
+            number, attempt = count.saves, window.attempt
             state = {
-                "step": window.step, "attempt": window.attempt, "window_state": window.state(),
-                "count": {**vars(self.count), "fired": []}, "clock": self.clock.table(), "wandb": self.tracker.id,
+                "step": window.step, "attempt": attempt, "window_state": window.state(),
+                "count": {**vars(count), "fired": []}, "clock": self.clock.table(), "wandb": self.tracker.id,
                 "session": self.run.session, "config_digest": self.resolved.digest(), "data": parts.facts["data"],
-                "ranks": self.seat.world.ranks, "seed": self.cfg.seed, "versions": environment()["versions"],
+                "ranks": self.seat.world.ranks, "seed": self.cfg.seed, "versions": self.versions,
             }  # fmt: skip
-            path, size = checkpoint.save(self.run.checkpoints, window.step, parts.engine, parts.optimizer, parts.module, state,
-                                         hf=self.hf, fault=lambda: self.drill.saving(self.count.saves, window.attempt))  # fmt: skip
-            self.saved_step = window.step
             if self.first:
-                self.run.event(
-                    "save", window.step, window.attempt, reason="published", checkpoint=path.name, bytes=size
-                )
-                if self.count.best_step == window.step:
-                    checkpoint.mark_best(self.run.checkpoints, window.step)
-                checkpoint.prune(self.run.checkpoints, self.cfg.checkpoint.keep)
+                self.run.event("save", window.step, attempt, reason="taken")
+            self.best_saved = count.best_step == window.step
+            try:
+                self.saver.start(parts.engine, parts.optimizer, parts.module, state,
+                                 lambda: self.drill.saving(number, attempt))  # fmt: skip
+                self.saved_step = window.step
+                if final:
+                    self.saver.wait()
+            except CheckpointError as error:
+                self.save_failed(error, final)
+
+    def reap(self) -> None:
+        """Collective. Waits for the save in flight; what became of it is decided by checkpoint.on_error."""
+        try:
+            self.saver.wait()
+        except CheckpointError as error:
+            self.save_failed(error, False)
+
+    def save_failed(self, error: CheckpointError, final: bool) -> None:
+        self.saved_step = None
+        if final or self.cfg.checkpoint.on_error == "stop":
+            raise error
+        self.warn(f"{error.what}; checkpoint.on_error = go_on, so training goes on without it")
+
+    def published(self, path: Path, size: int, figures: dict[str, float]) -> None:
+        """Rank 0, in the saving thread: the checkpoint is there."""
+        step = int(path.name.removeprefix("step-"))
+        self.run.event("save", step, reason="published", checkpoint=path.name, bytes=size, **dict[str, Any](figures))
+        if self.best_saved:
+            checkpoint.mark_best(self.run.checkpoints, step)
+        checkpoint.prune(self.run.checkpoints, self.cfg.checkpoint.keep)
 
     def write_ledger(self, gradients: list[torch.Tensor]) -> None:
         """Collective, once: the live tensors of every rank by class, beside the plan."""
@@ -341,13 +371,15 @@ class Session:
     def preempted(self) -> int:
         """Collective. Asked to stop by a signal to some rank: everything is saved, the status is 75."""
         if self.saved_step != self.parts.window.step:
-            self.save()
+            self.save(final=True)
+        self.saver.wait()
         self.close("preempted", Preempted.status, f"stopped by {self.seat.stop.asked or 'another rank'}")
         return Preempted.status
 
     def finished(self) -> int:
         if self.saved_step != self.parts.window.step:
-            self.save()
+            self.save(final=True)
+        self.saver.wait()
         self.close("done", 0, "the budget is spent")
         return 0
 

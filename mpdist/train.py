@@ -46,9 +46,11 @@ def loop(s: Session) -> bool:
         s.seat.at(window.step, window.attempt + 1)
         if s.drill:
             s.drill.strike(window.attempt + 1)
+        before = clock.seconds("train")
         with clock("compile" if s.compiling else "train"):
             out = attempt(s, batch)
         s.compiling = False
+        s.saver.step_took(clock.seconds("train") - before)
         if out.decision.applied:
             s.count.label_tokens += batch.labels
             s.count.tokens += batch.tokens
@@ -58,6 +60,8 @@ def loop(s: Session) -> bool:
         s.passed += 1
         s.passed_tokens += batch.tokens
         last = is_done(s, out)
+        if out.save_failed:
+            s.reap()
         if out.decision.applied:
             s.log(out, last)
         else:
@@ -112,7 +116,7 @@ def attempt(s: Session, batch: Batch) -> Outcome:
         s.reach = None
 
     gradients = engine.gradients()
-    squares, total, aux, stop, seconds = exchange(s, square_sum(gradients), loss, auxiliary)
+    squares, total, aux, stop, seconds, failed = exchange(s, square_sum(gradients), loss, auxiliary)
     decision = window.close(Verdict(total, squares))
     if decision.applied:
         if decision.factor != 1.0:
@@ -126,12 +130,13 @@ def attempt(s: Session, batch: Batch) -> Outcome:
     s.wire_bytes = sum(parts.wire.bytes.take())
     if decision.applied:
         engine.clear()  # else `skipped` may look at them first
-    return Outcome(decision, total / batch.labels, aux, stop > 0, seconds, loss)
+    return Outcome(decision, total / batch.labels, aux, stop > 0, seconds, loss, failed > 0)
 
 
 def exchange(s: Session, squares: torch.Tensor, loss: torch.Tensor, auxiliary: torch.Tensor) -> list[float]:
     """The window's one control exchange and one host wait: sums over ranks of what every decision needs."""
-    mine = [float(s.seat.stop.asked is not None), s.clock.seconds("train") if s.first else 0.0]
+    spent = s.clock.seconds("train") if s.first else 0.0
+    mine = [float(s.seat.stop.asked is not None), spent, float(s.saver.failed)]
     own = torch.tensor(mine, dtype=torch.float64, device=s.device)
     control = torch.cat([torch.stack([squares.to(s.device) / s.parts.engine.replicas, loss, auxiliary]), own])
     if s.seat.world.ranks > 1:

@@ -252,6 +252,10 @@ class Eval(Section):
 class Checkpoint(Section):
     every: int = Field(100, ge=0, description="Steps between checkpoints; 0 is only at the end.")
     keep: int = Field(3, ge=1, description="How many to keep; the best and the latest are always kept.")
+    background: bool = Field(True, description="Write while training goes on, after a copy to host memory.")
+    on_error: Literal["stop", "go_on"] = Field(
+        "stop", description="A save that fails (a full disk, say): stop, or go on to the next one. The last must succeed."
+    )
     resume: Text = Field(
         "auto",
         description="auto goes on where the run directory stands; never; or a checkpoint's path that starts a new run.",

@@ -78,15 +78,16 @@ def test_another_number_of_ranks_and_another_engine_see_the_same_global_batches(
 
 
 def test_an_altered_checkpoint_is_named_and_passed_over(tmp_path: Path) -> None:
+    here = {"every": 1, "background": False}
     drill = {"kill_at": {"attempt": 4, "rank": "all"}}
     with pytest.raises(AssertionError, match="died"):
-        train(tmp_path, 2, checkpoint__every=1, budget__steps=5, drill=drill)
+        train(tmp_path, 2, checkpoint=here, budget__steps=5, drill=drill)
     newest = tmp_path / "runs" / "run" / "checkpoints" / "step-00000003"
     victim = next((newest / "tensors").glob("*.distcp"))
     data = bytearray(victim.read_bytes())
     data[len(data) // 2] ^= 1
     victim.write_bytes(data)
-    again = train(tmp_path, 2, checkpoint__every=1, budget__steps=5, drill=drill)
+    again = train(tmp_path, 2, checkpoint=here, budget__steps=5, drill=drill)
     assert again.status == 0, again.message
     refused = again.events("refused")[0]
     assert refused["checkpoint"] == "step-00000003"

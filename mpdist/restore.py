@@ -1,0 +1,135 @@
+"""Finding a checkpoint that can be trusted, and loading it: nothing is opened before its digest has matched.
+
+The digests are computed by all ranks together, each its share of the files. A checkpoint fits a run if names, shapes and
+dtypes agree in both directions; the number of ranks, the engine and its stage may be others than those that saved it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mpdist.checkpoint import MANIFEST, tensors, together
+from mpdist.errors import CheckpointError
+from mpdist.optim import Optimizer
+from mpdist.shard import Engine
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint whose files match its manifest."""
+
+    path: Path
+    step: int
+    state: dict[str, Any]
+
+
+def fault_in(path: Path) -> str | None:
+    """The name of the file that keeps a checkpoint from being trusted, and why; None if all is well."""
+    try:
+        manifest = json.loads((path / MANIFEST).read_text())
+        listed = manifest["files"]
+        present = {p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file()} - {MANIFEST}
+        for name in sorted(present ^ set(listed)):
+            return f"{name} is {'not in the manifest' if name in present else 'missing'}"
+        for name, entry in listed.items():
+            with (path / name).open("rb") as file:
+                if os.fstat(file.fileno()).st_size != entry["bytes"]:
+                    return f"{name} has {os.fstat(file.fileno()).st_size} bytes, not {entry['bytes']}"
+                if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
+                    return f"{name} was altered: its SHA-256 is not the manifest's"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{MANIFEST}: {error}"
+    return None
+
+
+def open_checked(path: Path) -> Found:
+    """The checkpoint at `path`, all its files checked. Raises CheckpointError naming the file that is wrong."""
+    wrong = "it is no folder" if not path.is_dir() else fault_in(path)
+    if wrong is not None:
+        raise CheckpointError(f"{path} cannot be trusted: {wrong}", "it was torn by a crash or altered",
+                              "use another checkpoint")  # fmt: skip
+    state = json.loads((path / "state.json").read_text())
+    return Found(path, state["step"], state)
+
+
+def newest(folder: Path, refused: Callable[[str, str], None]) -> Found | None:
+    """The newest checkpoint in `folder` that is whole. refused(checkpoint, fault) is told of each passed over.
+
+    Raises CheckpointError where there are checkpoints and none is whole.
+    """
+    names = sorted((p.name for p in folder.glob("step-*") if p.is_dir()), reverse=True) if folder.is_dir() else []
+    for name in names:
+        wrong = fault_in(folder / name)
+        if wrong is None:
+            return open_checked(folder / name)
+        refused(name, wrong)
+    if names:
+        raise CheckpointError(f"none of the {len(names)} checkpoints in {folder} is whole", "each has a torn or altered file",
+                              "restore one from a copy, or start a new run under another name")  # fmt: skip
+    return None
+
+
+def load(
+    found: Found, engine: Engine, optimizer: Optimizer, module: nn.Module, group: dist.ProcessGroup | None = None
+) -> bool:
+    """Collective. Masters, moments, buffers and this rank's random number generators become those of the checkpoint.
+
+    Returns whether every rank found its own generators (False after a change of the number of ranks). Raises
+    CheckpointError naming tensors that are missing, unknown or of another shape.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    wanted = tensors(engine, optimizer, module)
+    reader = dcp.FileSystemReader(found.path / "tensors")
+    _compare(found, wanted, reader.read_metadata().state_dict_metadata)
+    together(lambda: dcp.load(wanted, storage_reader=reader, process_group=group), f"loading {found.path.name}", group)
+    for part, param in zip(optimizer.parts, optimizer.params, strict=True):
+        if param.numel() or part.shape:
+            optimizer.adam.state[param]["step"].fill_(found.state["step"])
+    engine.refresh()
+    return all(together(lambda: _load_rng(found.path), f"loading {found.path.name}", group))
+
+
+def _compare(found: Found, wanted: dict[str, Any], stored: dict[str, Any]) -> None:
+    missing, unknown = sorted(set(wanted) - set(stored)), sorted(set(stored) - set(wanted))
+    shapes = [
+        f"{name} is {list(stored[name].size)} there and {list(tensor.size())} here"
+        for name, tensor in wanted.items()
+        if name in stored and tuple(stored[name].size) != tuple(tensor.size())
+    ]
+    dtypes = [
+        f"{name} is {stored[name].properties.dtype} there and {tensor.dtype} here"
+        for name, tensor in wanted.items()
+        if name in stored and stored[name].properties.dtype != tensor.dtype
+    ]
+    problems = [f"{n} is missing" for n in missing] + [f"{n} is not in this model" for n in unknown] + shapes + dtypes
+    if problems:
+        raise CheckpointError(
+            f"{found.path} does not fit this model: " + "; ".join(problems[:8]) + (" ..." if len(problems) > 8 else ""),
+            f"{len(problems)} tensors differ",
+            "resume with the model that the checkpoint was saved from",
+        )
+
+
+def _load_rng(path: Path) -> bool:
+    from safetensors.torch import load_file
+
+    own = path / "rng" / f"{dist.get_rank():05d}.safetensors"
+    count = len(list((path / "rng").iterdir()))
+    if not own.exists() or count != dist.get_world_size():
+        return False
+    states = load_file(own)
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+    return True

@@ -1,0 +1,130 @@
+"""Saves that go on while training does: copied first, written by a thread, at most one in flight.
+
+A save stalls training for the copy to host memory; files, digests and the rename happen in a thread on a process group
+of its own, since collectives of two threads on one group would mix. An error there is the same on all ranks; the loop
+learns of it at the next step boundary through the window's control exchange. The host copies are kept and used again,
+so that the second save allocates nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mpdist.checkpoint import Piece, Snapshot, rng_states, tensors, write
+from mpdist.errors import CheckpointError, MpdistError
+from mpdist.optim import Optimizer
+from mpdist.shard import Engine
+
+
+class Saver:
+    """folder: the run's checkpoints. background: write in a thread. hf: see checkpoint.write.
+
+    published(path, bytes, figures): called on rank 0, in whatever thread wrote, once the checkpoint is there; figures
+    are seconds. written(step): called on rank 0 when all files are on disk.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        background: bool,
+        hf: Path,
+        published: Callable[[Path, int, dict[str, float]], None],
+        written: Callable[[int], None],
+    ) -> None:
+        self.folder, self.background, self.hf = folder, background, hf
+        self._published, self._written = published, written
+        # Control messages are small host objects, also where tensors live on a GPU.
+        self._group = dist.new_group(backend="gloo")
+        self._copies: dict[str, torch.Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._usual: list[float] = []
+        self.slowdown_s = 0.0
+
+    @property
+    def failed(self) -> bool:
+        """Whether the save in flight has failed on this rank, as it then will have on every other."""
+        return self._error is not None
+
+    @property
+    def busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(
+        self, engine: Engine, optimizer: Optimizer, module: nn.Module, state: dict[str, Any], fault: Callable[[], None]
+    ) -> None:
+        """Collective. Takes a snapshot of this moment and begins to write it; waits for the save before, if any.
+
+        Raises CheckpointError, alike on all ranks, for a save before that failed, or for this one if it is written here.
+        """
+        self.wait()
+        begin = time.monotonic()
+        live = tensors(engine, optimizer, module)
+        held = {name: self._copy(name, tensor) for name, tensor in live.items()} if self.background else live
+        snapshot = Snapshot(held, rng_states(), state)
+        self.slowdown_s = 0.0
+        stall = time.monotonic() - begin
+        if not self.background:
+            self._write(snapshot, fault, begin, None)
+            if self._error is not None:
+                self.wait()
+            return
+        self._thread = threading.Thread(
+            target=self._write, args=(snapshot, fault, begin, stall), name="save", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Collective. Waits for the save in flight; raises its error."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if isinstance(error, MpdistError):
+            raise error
+        if error is not None:
+            raise CheckpointError(f"a save failed: {type(error).__name__}: {error}", "", "launch again") from error
+
+    def step_took(self, seconds: float) -> None:
+        """How long a window took: what the thread takes from training is counted against the windows before."""
+        if self.busy and self._usual:
+            usual = sorted(self._usual)[len(self._usual) // 2]
+            self.slowdown_s += max(0.0, seconds - usual)
+        elif not self.busy:
+            self._usual = [*self._usual[-19:], seconds]
+
+    def _copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        plain = tensor.plain() if isinstance(tensor, Piece) else tensor
+        if name not in self._copies:
+            self._copies[name] = torch.empty(plain.shape, dtype=plain.dtype, pin_memory=plain.is_cuda)
+        copy = self._copies[name].copy_(plain)
+        if not isinstance(tensor, Piece):
+            return copy
+        piece = copy.as_subclass(Piece)
+        piece.whole, piece.offsets = tensor.whole, tensor.offsets
+        return piece
+
+    def _write(self, snapshot: Snapshot, fault: Callable[[], None], begin: float, stall: float | None) -> None:
+        first = dist.get_rank() == 0
+        step = snapshot.state["step"]
+        try:
+            path, size = write(
+                self.folder, snapshot, hf=self.hf, group=self._group, fault=fault,
+                written=lambda: self._written(step) if first else None,
+            )  # fmt: skip
+            if first:
+                total = time.monotonic() - begin
+                stalled = total if stall is None else stall
+                figures = {"stall_s": stalled, "slowdown_s": self.slowdown_s, "write_s": total - (stall or 0.0)}
+                self._published(path, size, figures)
+        except BaseException as error:  # handed to the loop, which raises it where all ranks can
+            self._error = error

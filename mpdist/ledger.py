@@ -67,8 +67,8 @@ def peak_bytes(tensors: Sequence[Tensor] = ()) -> tuple[int, int]:
 
 
 def beside_plan(rows: Sequence[dict[str, Any]], planned: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The rows with what the plan expected of each class and why they differ; planned classes without tensors get a
-    row of their own with nothing measured.
+    """The rows with what the plan expected of each class and why they differ. A planned class that has no tensors at rest
+    gets a row of its own with its planned peak and nothing measured.
 
     planned: row -> {"bytes": at rest, "peak": bytes, "formula": text} of the plan, bytes per rank.
     """
@@ -83,6 +83,12 @@ def beside_plan(rows: Sequence[dict[str, Any]], planned: Mapping[str, Mapping[st
         seen.add((row["row"], row["rank"]))
         expected = None if plan is None or not first else plan["peak" if row["row"] == "peak" else "bytes"]
         result.append({**row, "planned_bytes": expected, "cause": _cause(row, totals, expected, plan)})
+    for rank in sorted({row["rank"] for row in rows}):
+        for name, plan in planned.items():
+            if (name, rank) not in seen:
+                empty = {"row": name, "rank": rank, "dtype": None, "elements": None, "measured_bytes": None}
+                cause = "lives within a window only; its peak is planned, the process's peak is measured"
+                result.append({**empty, "planned_bytes": plan["peak"], "cause": cause if plan["peak"] else "none planned"})
     return result
 
 

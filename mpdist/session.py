@@ -80,7 +80,7 @@ class Session:
         switches(cfg, self.device)
         start(seat.world, self.device, timedelta(seconds=cfg.launch.timeout))
         planned = worlds_plan(self.resolved, seat.world, self.device)
-        self.plan = planned.to_json()
+        self.plan, self.ledger_plan = planned.to_json(), planned.ledger()
         session, mode = on_first(self.open_directory)
         if mode == "finished":
             if self.first:
@@ -360,11 +360,7 @@ class Session:
         everywhere: list[Any] = [None] * self.seat.world.ranks
         dist.all_gather_object(everywhere, rows)
         if self.first:
-            planned = {row["row"]: {"bytes": row["rest_bytes"], "peak": row["peak_bytes"], "formula": row["formula"]}
-                       for row in self.plan["rows"]}  # fmt: skip
-            if planned:
-                planned["peak"] = {"bytes": 0, "peak": self.plan["peak_bytes_per_rank"], "formula": "the plan's peak"}
-            self.run.ledger(ledger.beside_plan([row for part in everywhere for row in part], planned))
+            self.run.ledger(ledger.beside_plan([row for part in everywhere for row in part], self.ledger_plan))
 
     # -- endings ------------------------------------------------------------------------------------------------
 

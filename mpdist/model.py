@@ -196,8 +196,8 @@ def give_loss(model: nn.Module, rows: int | Callable[[int], int]) -> str:
     The new forward takes input_ids [B, T], position_ids [B, T], index [N], targets [N] and factor (see loss.head_loss).
     rows: positions a chunk, or a function of the vocabulary that gives them.
     """
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
-    base = getattr(model, str(model.base_model_prefix), None) if hasattr(model, "base_model_prefix") else None
+    head: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
+    base: Any = getattr(model, str(model.base_model_prefix), None) if hasattr(model, "base_model_prefix") else None
     coefficient = _router_coefficient(model)
     own = type(model).forward
     whole = functools.partial(own, model)

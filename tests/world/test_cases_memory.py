@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -128,6 +129,13 @@ def test_c44_with_frozen_embeddings_every_other_parameter_learns(tmp_path: Path,
     assert still == ["model.embed_tokens.weight"]
 
 
+def own_modules(cache: str) -> None:
+    """Foreign code is copied to a folder of the test, not to the user's."""
+    from transformers import dynamic_module_utils
+
+    dynamic_module_utils.HF_MODULES_CACHE = cache
+
+
 def _own_code(folder: Path, code: str) -> Path:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -146,14 +154,12 @@ def _own_code(folder: Path, code: str) -> Path:
 
 
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2-3"])
-def test_c44_a_parameter_without_gradient_stops_the_run_and_is_named(tmp_path: Path, engine: str, monkeypatch: Any) -> None:  # fmt: skip
-    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+def test_c44_a_parameter_without_gradient_stops_the_run_and_is_named(tmp_path: Path, engine: str) -> None:  # fmt: skip
     model = {"path": str(_own_code(tmp_path / "spare", SPARE)), "trust_remote_code": True}
     old = {"path": str(_own_code(tmp_path / "reentrant", REENTRANT)), "trust_remote_code": True, "freeze": ["model.embed_tokens.*"]}  # fmt: skip
-    stopped, frozen, reentrant = watched.sessions(
-        tmp_path, 2, [{**ENGINES[engine], "model": model}, {**ENGINES[engine], "model": {**model, "freeze": ["spare"]}},
-                      {**ENGINES[engine], "model": old}]
-    )  # fmt: skip
+    changes = [{**ENGINES[engine], "model": chosen} for chosen in (model, {**model, "freeze": ["spare"]}, old)]
+    arm = functools.partial(own_modules, str(tmp_path / "modules"))
+    stopped, frozen, reentrant = watched.sessions(tmp_path, 2, changes, arm=arm)
     assert stopped.status == 2
     assert "1 trainable parameters got no gradient in the first window, the first spare" in stopped.message
     assert [rank.status for rank in stopped.ranks] == [2, 2]
@@ -163,8 +169,7 @@ def test_c44_a_parameter_without_gradient_stops_the_run_and_is_named(tmp_path: P
     assert "model.layers.0.self_attn.q_proj.weight" in reentrant.message
 
 
-def test_foreign_code_runs_only_when_asked_to(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+def test_foreign_code_runs_only_when_asked_to(tmp_path: Path) -> None:
     code = f"open({str(tmp_path / 'ran')!r}, 'w')\n{SPARE}"
     run = tiny.train(tmp_path, 1, model={"path": str(_own_code(tmp_path / "spare", code))}, budget__steps=1)
     assert not (tmp_path / "ran").exists()

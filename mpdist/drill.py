@@ -17,7 +17,7 @@ from typing import Any
 
 class Drill:
     """plan: the config's drill section as plain values, faults that are off left out. fired: what earlier sessions
-    rehearsed, as `name@number`. record(name, number, rank) writes the event; only the rank that is struck calls it."""
+    rehearsed, as `name#attempt` or `name#save`. record(name, number, rank) writes the event; only the rank that is struck calls it."""
 
     def __init__(
         self,
@@ -38,12 +38,12 @@ class Drill:
         fault = self._plan.get(name)
         if fault is None or fault.get("rank", self._rank) not in (self._rank, "all"):
             return None
+        at = fault.get("attempt", fault.get("save"))
         if "attempts" in fault:
             hit = fault["attempts"] == "all" or number in fault["attempts"]
         else:
-            at = fault.get("attempt", fault.get("save"))
             hit = number == at if exactly else number >= at
-        key = f"{name}@{number}" if "attempts" in fault else name
+        key = f"{name}@{number}" if "attempts" in fault else f"{name}#{at}"
         if not hit or key in self._fired:
             return None
         self._fired.add(key)

@@ -136,10 +136,17 @@ class Result:
         return {name: read_tensor(reader, name) for name in names if name.startswith(prefix)}
 
 
-def train(folder: Path, ranks: int, *overrides: str, timeout: float = 120.0, **changes: Any) -> Result:
-    """One session in `folder`; `changes` rewrite the config file, `overrides` are the command line's."""
+def train(
+    folder: Path,
+    ranks: int,
+    *overrides: str,
+    timeout: float = 120.0,
+    kill: tuple[float, list[int]] | None = None,
+    **changes: Any,
+) -> Result:
+    """One session in `folder`; `changes` rewrite the config file, `overrides` are the command line's. kill: see worlds."""
     path = config(folder, **changes)
-    ends = worlds.run(session, ranks, str(path), list(overrides), timeout=timeout)
+    ends = worlds.run(session, ranks, str(path), list(overrides), timeout=timeout, kill=kill)
     name = next((o.partition("=")[2] for o in overrides if o.startswith("name=")), changes.get("name", "run"))
     return Result(folder / "runs" / name, ends)
 

@@ -13,6 +13,7 @@ import os
 import pickle
 import socket
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -35,7 +36,15 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(_PRELOAD)
 
 
-def run(function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 120.0, **kwargs: Any) -> list[Any]:
+def run(
+    function: Callable[..., Any],
+    ranks: int,
+    *args: Any,
+    timeout: float = 120.0,
+    kill: tuple[float, list[int]] | None = None,
+    **kwargs: Any,
+) -> list[Any]:
+    """See above. kill: (seconds, ranks) sends SIGKILL to those ranks after that time; the call then fails."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     kwargs["_port"] = _free_port() if function.__name__.startswith("session") else None
     with tempfile.TemporaryDirectory() as folder:
@@ -51,9 +60,15 @@ def run(function: Callable[..., Any], ranks: int, *args: Any, timeout: float = 1
             theirs.close()
             pipes.append(ours)
             processes.append(process)
+        timer = None
+        if kill is not None:
+            timer = threading.Timer(kill[0], lambda: [processes[rank].kill() for rank in kill[1]])
+            timer.start()
         try:
             return _collect(pipes, processes, timeout)
         finally:
+            if timer is not None:
+                timer.cancel()
             for process in processes:
                 process.kill()
                 process.join()

@@ -102,7 +102,11 @@ def assemble(resolved: Resolved, world: World, device: torch.device, say: Say) -
     way = model.give_loss(built, loss_chunk_rows(vocab, cfg.batch.micro * cfg.data.seq_len, cfg.memory.loss_chunk))
     policy = _policy(cfg)
     wire, engine = _engine(cfg, built, blocks, policy, world, device)
-    read, how, _ = model.open_weights(source, config, built, device)
+    read, how, spare = model.open_weights(source, config, built, device)
+    if spare:
+        say(
+            f"warning: {len(spare)} tensors of {source.path} have no place in the model and are left out, the first {spare[0]}"
+        )
     engine.load(read)
     for name, buffer in model.persistent_buffers(built):
         buffer.copy_(read(name, 0, buffer.shape[0] if buffer.dim() else 1))

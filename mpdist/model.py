@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mpdist.dist import together
 from mpdist.errors import CheckpointError, MpdistError, UsageError
 from mpdist.loss import head_loss, logits_loss
 from mpdist.probe import ends_with_head, takes
@@ -264,19 +265,27 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def open_weights(source: Source, config: Any, model: nn.Module, device: torch.device) -> tuple[Read, str, list[str]]:
-    """(read, how, names that the source lacks). Collective where rank 0 builds the model (see the module's docstring)."""
+    """(read, how, names in the files that the model has no place for). Collective where rank 0 builds the model (see the
+    module's docstring)."""
     wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
     wanted |= {name: tuple(b.shape) for name, b in persistent_buffers(model)}
     if source.path is not None:
-        files = _listed(source)
+        files: dict[str, Path] | None = None
+
+        def fits() -> bool:
+            nonlocal files
+            files = _listed(source)
+            return files is not None and _fits(files, wanted, model)
+
         # Where a node lacks the files or has others, all ranks take the way through rank 0, or none does.
-        if _all(files is not None and _fits(files, wanted, model), device):
+        if all(together(fits) if dist.is_initialized() else [fits()]):
             assert files is not None
             return _slices(files), "each rank reads its rows", []
     whole, error = None, None
+    spare: list[str] = []
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
-            whole = _build_whole(source, config)
+            whole, spare = _build_whole(source, config)
         except MpdistError as problem:
             error = problem
     if dist.is_initialized():
@@ -285,16 +294,7 @@ def open_weights(source: Source, config: Any, model: nn.Module, device: torch.de
         error = outcome[0]
     if error is not None:
         raise error
-    return _from_rank_zero(whole, wanted, device), "rank 0 reads and sends", []
-
-
-def _all(mine: bool, device: torch.device) -> bool:
-    """Collective where there are ranks: whether it holds on all of them."""
-    if not dist.is_initialized():
-        return mine
-    vote = torch.tensor(float(mine), device=device)
-    dist.all_reduce(vote, op=dist.ReduceOp.MIN)
-    return bool(vote.item())
+    return _from_rank_zero(whole, wanted, device), "rank 0 reads and sends", spare
 
 
 def _listed(source: Source) -> dict[str, Path] | None:
@@ -366,13 +366,14 @@ def _slices(files: dict[str, Path]) -> Read:
     return read
 
 
-def _build_whole(source: Source, config: Any) -> nn.Module:
+def _build_whole(source: Source, config: Any) -> tuple[nn.Module, list[str]]:
+    """The whole model, and names in its files that it has no place for."""
     from transformers import AutoModelForCausalLM
 
     if source.path is None:
         torch.manual_seed(source.seed)
         with _quiet():
-            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32), []
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             source.path, dtype="auto", revision=source.revision, trust_remote_code=source.trust_remote_code,
@@ -390,7 +391,7 @@ def _build_whole(source: Source, config: Any) -> nn.Module:
             "the model would train from random numbers in their place",
             "use a checkpoint of this architecture and size",
         )
-    return model
+    return model, sorted(info["unexpected_keys"])
 
 
 def _from_rank_zero(whole: nn.Module | None, wanted: dict[str, tuple[int, ...]], device: torch.device) -> Read:

@@ -210,8 +210,8 @@ def _read(folder: Path) -> tuple[dict[str, Tensor], str]:
     source = models.Source(str(folder), None, 0)
     config = models.read_config(source)
     built = models.build(config, "auto")
-    read, how, lacking = models.open_weights(source, config, built, torch.device("cpu"))
-    assert lacking == []
+    read, how, spare = models.open_weights(source, config, built, torch.device("cpu"))
+    assert spare == []
     found = {}
     for name, param in built.named_parameters():
         cuts = [0, len(param) // 3, len(param) // 2, len(param)]

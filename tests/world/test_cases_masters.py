@@ -162,7 +162,8 @@ def test_c20_ranks_that_see_other_files_fail_together(folders: dict[str, Path], 
 def test_c19_moments_are_fp32_after_a_resume_too(tmp_path: Path) -> None:
     half = {"precision__compute": "bf16", "optim__horizon": 10}
     changes = []
-    for name, shard in SHARDS.items():
+    for name in ("ddp", "fsdp2-3", "hsdp"):
+        shard = SHARDS[name]
         changes += [{**half, **shard, "name": name, "budget__steps": n} for n in (3, 5)]
         changes.append({**half, **shard, "name": f"{name}-whole", "budget__steps": 5})
     runs = watched.sessions(tmp_path, 2, changes, timeout=200)

@@ -61,8 +61,9 @@ NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, int, str], watched.Watched]:
     """(engine, wire, micro-batches of a window, when) -> a run of 2 steps on 2 ranks whose collectives were recorded."""
-    asked = [(e, w, n, "every") for e in SHARDS for w in WIRES for n in (1, 2)]
-    asked += [(e, w, 2, "last") for e in SHARDS for w in ("fp32", "bf16")]
+    asked = [(e, w, 2, "every") for e in SHARDS for w in WIRES]
+    asked += [(e, w, 1, "every") for e in ("ddp", "fsdp2-3", "hsdp") for w in ("fp32", "bf16")]
+    asked += [(e, w, 2, "last") for e in ("ddp", "fsdp2-3") for w in ("fp32", "bf16")]
     changes = [
         {**SHARDS[e], "reduce__wire": w, "batch": {"micro": 4 // n, "global": 8}, "reduce__when": when, "budget__steps": 2,
          "precision__compute": "bf16", "name": f"{e}-{w}-{n}-{when}"}
@@ -303,12 +304,12 @@ def _two_nodes(rank: int, jobs: list[Job]) -> list[Trace]:
 
 
 def test_two_nodes_of_two_ranks_train_as_one() -> None:
-    layouts = [("ddp", 0, 1), ("fsdp2", 3, 1), ("fsdp2", 2, 1), ("fsdp2", 3, 2)]
+    layouts = [("ddp", 0, 1), ("fsdp2", 3, 1), ("fsdp2", 3, 2)]
     jobs: list[Job] = []
     for engine, stage, replicas in layouts:
         for wire in ("fp32", "bf16"):
             for local in (2, 4):
-                options = {"stage": stage, "replicas": replicas, "wire": wire, "local": local, "micro": 1, "steps": 2}
+                options = {"stage": stage, "replicas": replicas, "wire": wire, "local": local, "micro": 1}
                 jobs.append((engine, options))
     found = worlds.run(_two_nodes, 4, jobs)
     reference = found[0][1].gradients  # ddp on one node, FP32
@@ -320,7 +321,7 @@ def test_two_nodes_of_two_ranks_train_as_one() -> None:
             assert within > 0
             assert (between > 0) == (options["local"] == 2)
             assert between <= within / 2
-    for half, whole in ((2, 0), (6, 4), (10, 8), (14, 12)):  # BF16 against FP32 on two nodes
+    for half, whole in ((2, 0), (6, 4), (10, 8)):  # BF16 against FP32 on two nodes
         assert [2 * b for b in found[0][half].wire[0]] == list(found[0][whole].wire[0])
 
 
@@ -429,14 +430,11 @@ def test_c37_a_backend_without_bf16_is_named_before_step_1(tmp_path: Path) -> No
 
 def test_two_nodes_in_a_whole_run(tmp_path: Path) -> None:
     normal = {"budget__steps": 2, "batch": {"micro": 1, "global": 8}, "precision__compute": "bf16"}
-    changes = [
-        {**normal, **SHARDS[s], "reduce__wire": w, "name": f"{s}-{w}"} for s in ("fsdp2-3", "hsdp") for w in WIRES
-    ]
+    changes = [{**normal, "reduce__wire": wire, "name": wire} for wire in WIRES]
     runs = watched.sessions(tmp_path, 4, changes, local=2)
-    for i, run in enumerate(runs):
+    for wire, run in zip(WIRES, runs, strict=True):
         assert run.status == 0, run.message
         assert json.loads((run.folder / "sessions/0001/env.json").read_text())["nodes"] == 2
-        single = runs[i - i % 3]
-        sent, whole = (r.column("wire/grad_bytes")[0] for r in (run, single))
-        assert sent * 4 == whole * SIZE[WIRES[i % 3]]
-        assert run.column("train/loss") == pytest.approx(single.column("train/loss"), rel=1e-4)
+        sent, whole = (r.column("wire/grad_bytes")[0] for r in (run, runs[0]))
+        assert sent * 4 == whole * SIZE[wire]
+        assert run.column("train/loss") == pytest.approx(runs[0].column("train/loss"), rel=1e-4)

@@ -49,7 +49,12 @@ class Reach:
 
 
 def explain(
-    module: nn.Module, engine: Engine, batch: Batch, reason: Reason, device: torch.device, loss: torch.Tensor | None = None
+    module: nn.Module,
+    engine: Engine,
+    batch: Batch,
+    reason: Reason,
+    device: torch.device,
+    loss: torch.Tensor | None = None,
 ) -> str:
     """Collective. One sentence on the likeliest cause: weights, the compute dtype, the data or the gradients.
 

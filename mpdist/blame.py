@@ -91,7 +91,7 @@ def _own(report: Report) -> Failure:
 def _gone(report: Report, code: int | None) -> Failure:
     where = f"at step {report.step}" if report.step is not None else "before its first step"
     if code is None:
-        return _plain(report.rank, f"ended without a word {where}", 1)
+        return _plain(report.rank, f"left {where} without a word, killed or by itself", 1)
     if code < 0:
         return _plain(report.rank, f"{_killed(code)} ({where})", _exit_of_signal(code))
     return _plain(report.rank, f"left {where} with status {code}", 1)

@@ -100,6 +100,7 @@ def on_first(act: Callable[[], _T]) -> _T:
             outcome[1] = error
     dist.broadcast_object_list(outcome, src=0)
     if outcome[1] is not None:
+        outcome[1].shared = dist.get_rank() != 0
         raise outcome[1]
     return outcome[0]
 
@@ -113,8 +114,9 @@ def together(act: Callable[[], _T]) -> list[_T]:
         outcome = None, error
     results: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(results, outcome)
-    for _, failure in results:
+    for rank, (_, failure) in enumerate(results):
         if failure is not None:
+            failure.shared = dist.get_rank() != rank
             raise failure
     return [value for value, _ in results]
 

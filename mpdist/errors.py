@@ -31,6 +31,7 @@ class MpdistError(Exception):
     """Base of all expected endings. ``str()`` gives the three parts, one a line."""
 
     status = 1
+    shared = False  # set on the ranks that were told of another one's error
 
     def __init__(self, what: str, why: str = "", do: str = "") -> None:
         super().__init__(what)

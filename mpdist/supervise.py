@@ -25,6 +25,7 @@ _LOOK_S = 0.2  # how often the ranks' records are read
 _ASK_S = 2.0  # how often a stop is repeated: a rank may not have listened yet
 _GRACE_S = 10.0  # after a rank has died: the others may still write down what they saw
 _GRACE_FAILED_S = 20.0  # after a rank has recorded an error but lives on: it may be closing files
+_STACK_S = 0.5  # before that time is up, ranks that have said nothing are asked where they hang
 _AGENT_S = 5.0  # for torchrun to write its account once its workers are dead
 _STRAYS_S = 5.0  # for helpers of the ranks, such as a tracker's, to end by themselves
 _SAME_S = 0.2  # two TERMs within this time are one, passed on twice
@@ -56,6 +57,7 @@ class Child:
         self._looked_at = 0.0
         self._saw_at = time.time()
         self._failed_at: float | None = None
+        self._asked_where = False
         self._process: subprocess.Popen[bytes]
 
     def mine(self, report: watch.Report) -> bool:
@@ -153,6 +155,11 @@ class Child:
             self._kill(with_agent=True)
         elif now - self._failed_at > grace:
             self._kill(with_agent=False)
+        elif now - self._failed_at > grace - _STACK_S and not self._asked_where:
+            self._asked_where = True  # their stacks, into their logs
+            for report in self.reports.values():
+                if self.mine(report) and not report.failure and not report.end and report.alive:
+                    _send(report.pid, signal.SIGUSR2)
 
     def _agent_gave_up(self) -> bool:
         """Whether torchrun is ending its workers because one has failed, perhaps before that one could report.

@@ -17,6 +17,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import io
 import os
 import platform
@@ -44,6 +45,7 @@ _LOST_PEER = re.compile(
     r"|connectFullMesh|recvValue|NCCL (communicator|error|timeout)|ncclRemoteError|watchdog",
     re.IGNORECASE,
 )
+_SOURCE = re.compile(r"\[\S+\.(?:cc|cpp|h):\d+\] ?")  # where in gloo or NCCL it was written
 
 
 # -- the worker's side -----------------------------------------------------------------------------------------------
@@ -69,22 +71,20 @@ class Rank:
         if self._closed:
             return
         self._closed = True
-        expected = isinstance(error, MpdistError)
-        record = {
-            "rank": self.rank,
-            "time": time.time(),
-            "status": getattr(error, "status", 1) if expected else 1,
-            "message": str(error) if expected else f"{type(error).__name__}: {error}".rstrip(": "),
-            "trace": "" if expected else "".join(traceback.format_exception(error)),
-            "lost_peer": lost_peer(error),
-        }
-        recorded = self._write("failed", record)
-        if not recorded or LAUNCH not in os.environ:
-            text = f"{record['trace']}rank {self.rank} failed: {record['message']}\n"
-            for console in _consoles:
-                with contextlib.suppress(OSError):
-                    os.write(console, text.encode("utf-8", "replace"))
-                    break
+        expected, lost = isinstance(error, MpdistError), lost_peer(error)
+        message = str(error) if expected else f"{type(error).__name__}: {error}".rstrip(": ")
+        trace = "" if expected else "".join(traceback.format_exception(error))
+        if lost and not expected:
+            message = _SOURCE.sub("", message).partition(". This is")[0]
+        record = {"rank": self.rank, "time": time.time(), "message": message, "trace": trace, "lost_peer": lost}
+        recorded = self._write("failed", record | {"status": getattr(error, "status", 1) if expected else 1})
+        text = f"{trace}rank {self.rank} failed: {message}"
+        if _consoles:  # the log too is asked why
+            _write(2, text)
+        if lost and not expected:  # the one to read is another rank's
+            text = f"rank {self.rank} has lost another rank: {message}"
+        if not recorded or (LAUNCH not in os.environ and not (lost and expected)):
+            tell(text)
 
     def ended(self, status: int) -> None:
         """Record a proper end, the run being over (done or stopped and saved). Stop signals are ignored from here.
@@ -118,6 +118,8 @@ def report_rank(run_dir: str | Path, session: int, rank: int) -> Rank:
     Call it early, before importing torch. The launcher signals the pid that is recorded here.
     """
     _die_with_parent()
+    faulthandler.enable(2)  # by then the rank's log
+    faulthandler.register(signal.SIGUSR2, file=2)  # how a launcher asks where a rank hangs
     if signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:  # whose default is death, and `listen` may be seconds away
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     folder = session_folder(run_dir, session) / "ranks"
@@ -165,6 +167,18 @@ class Stop:
 
 class _EndedAtOnce(MpdistError):
     status = 1
+
+
+def tell(text: str) -> None:
+    """Print on the real stderr, past this rank's log."""
+    any(_write(console, text) for console in _consoles or (2,))
+
+
+def _write(file: int, text: str) -> bool:
+    with contextlib.suppress(OSError):
+        os.write(file, f"{text}\n".encode("utf-8", "replace"))
+        return True
+    return False
 
 
 _consoles: tuple[int, ...] = ()  # the real stderr and stdout, once open_log has put the file in their place
@@ -262,9 +276,9 @@ def libc() -> ctypes.CDLL:
 
 
 def lost_peer(error: BaseException) -> bool:
-    """Whether an error only says that another rank is gone, which then is the one to name."""
+    """Whether an error only says that another rank is gone or has failed, which then is the one to name."""
     if isinstance(error, MpdistError):
-        return bool(getattr(error, "lost_peer", False))
+        return error.shared or bool(getattr(error, "lost_peer", False))
     if type(error).__name__ in ("DistBackendError", "DistNetworkError"):
         return True
     return isinstance(error, (RuntimeError, OSError)) and bool(_LOST_PEER.search(str(error)))

@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import os
 import sys
+import time
+import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpdist import watch
-from mpdist.errors import Diverged, MpdistError
+from mpdist import blame, watch
+from mpdist.errors import Diverged, MachineError, MpdistError
 from mpdist.record import RunDir
 
 if TYPE_CHECKING:
     from mpdist.config import Resolved
     from mpdist.world import World
+
+_CAUSE_S = 2.0  # for the end of a lost rank to show
 
 
 class Seat:
@@ -28,6 +33,7 @@ class Seat:
         self.world = world
         self.stop = watch.Stop()
         self.record: watch.Rank | None = None
+        self.step = self.attempt = 0
 
     @property
     def given_session(self) -> int | None:
@@ -43,6 +49,7 @@ class Seat:
             watch.open_log(self.run.path, session, self.world.rank)
 
     def at(self, step: int, attempt: int) -> None:
+        self.step, self.attempt = step, attempt
         if self.record is not None:
             self.record.at(step, attempt)
 
@@ -67,14 +74,57 @@ def _failed(seat: Seat, error: BaseException) -> int:
     status = error.status if isinstance(error, MpdistError) else 1
     if seat.record is not None:
         seat.record.failed(error)
-    elif seat.world.is_first:
-        print(error, file=sys.stderr)
-    # Where another rank is the cause, the launcher, which sees all of them, says so in status.json.
-    if seat.world.is_first and seat.run.session and not (watch.lost_peer(error) and watch.LAUNCH in os.environ):
-        state: dict[str, Any] = {"state": "diverged" if status == Diverged.status else "failed", "exit": status}
-        seat.run.status(**state, reason=str(error), rank=seat.world.rank)
-        seat.run.event("end", reason=str(error))
+    else:
+        _say(seat.world.rank, error)
+    if seat.world.is_first and seat.run.session:
+        if not watch.lost_peer(error):
+            _record(seat, _own(seat, error, status))
+        elif watch.LAUNCH not in os.environ:  # else the launcher, which sees all ranks, says who was the cause
+            failure = _cause(seat) or _own(seat, error, status)
+            _record(seat, failure)
+            watch.tell(failure.text)
     # Other ranks may wait in a collective for this one: no farewell that could block.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def _say(rank: int, error: BaseException) -> None:
+    """Print an error from before this rank had a record. What all ranks meet alike is rank 0's to print."""
+    if not isinstance(error, MpdistError):
+        traceback.print_exception(error)
+        print(f"rank {rank} failed: {type(error).__name__}: {error}", file=sys.stderr)
+    elif rank == 0:
+        print(error, file=sys.stderr)
+    elif isinstance(error, MachineError) and not error.shared:
+        print(f"rank {rank}: {error.what if watch.lost_peer(error) else error}", file=sys.stderr)
+
+
+def _own(seat: Seat, error: BaseException, status: int) -> blame.Failure:
+    head = str(error) if isinstance(error, MpdistError) else f"{type(error).__name__}: {error}"
+    return blame.Failure(seat.world.rank, head, head, status)
+
+
+def _record(seat: Seat, failure: blame.Failure) -> None:
+    state = "diverged" if failure.exit == Diverged.status else "failed"
+    last = seat.run.read_status() or {}
+    step, attempt = max(seat.step, last.get("step") or 0), max(seat.attempt, last.get("attempt") or 0)
+    where: dict[str, Any] = {"step": step, "attempt": attempt, "rank": failure.rank, "reason": failure.reason}
+    seat.run.status(state=state, exit=failure.exit, **where)
+    seat.run.event("end", **where)
+
+
+def _cause(seat: Seat) -> blame.Failure | None:
+    """Which rank this one has lost, and how, as far as the ranks' own records and this machine's processes say."""
+    deadline = time.monotonic() + _CAUSE_S
+    while True:
+        reports = watch.read_reports(seat.run.session_path())
+        gone = {rank: time.time() for rank, report in reports.items() if not report.alive}
+        causes = [r for r in reports.values() if (not r.failure["lost_peer"] if r.failure else r.rank in gone)]
+        if causes or time.monotonic() > deadline:
+            failure = blame.first_failure(reports, gone, blame.Agent())
+            if failure is None or failure.rank not in reports:
+                return failure
+            trace = (reports[failure.rank].failure or {}).get("trace", "")
+            return replace(failure, text=failure.text.removeprefix(trace))  # its rank has printed that itself
+        time.sleep(0.05)

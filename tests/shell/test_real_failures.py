@@ -1,0 +1,132 @@
+"""Real ranks that die, raise, leave or hang, under the launcher and under plain torchrun: who is named, who is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from real_runs import Job, Jobs, jobs_in, left, state
+
+pytestmark = pytest.mark.world
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Iterator[Jobs]:
+    with jobs_in(tmp_path) as started:
+        yield started
+
+
+def named(job: Job, status: int, rank: int | None, reason: str, within_s: float | None = None) -> dict[str, Any]:
+    """What must hold after a failure under the launcher; status.json."""
+    assert job.end(within_s or 120) == status, (job.out, job.err)
+    recorded = state(job.run)
+    assert (recorded["state"], recorded["rank"], recorded["exit"]) == ("failed", rank, status)
+    assert recorded["reason"].startswith(reason)
+    assert reason in job.err.splitlines()[-1]
+    end = left(job).events("end")[-1]
+    assert (end["rank"], end["session"], end["step"]) == (rank, job.session, recorded["step"])
+    return recorded
+
+
+def test_c93_c94_a_rank_that_dies_raises_or_leaves_is_named_and_nobody_is_left(tmp_path: Path, jobs: Jobs) -> None:
+    faults = {"raise_at": {"attempt": 12}, "exit_at": {"attempt": 20, "code": 0}, "hang_at": {"attempt": 25}}
+    drill = {name: {**fault, "rank": 1} for name, fault in faults.items()}
+    config = tiny.config(tmp_path, drill=drill, budget__steps=2000, checkpoint__every=5)
+
+    job = jobs.launch(config)
+    os.kill(job.wait_for_attempt(7, rank=1)[1].pid, signal.SIGKILL)
+    killed = named(job, 4, 1, "rank 1 was killed by SIGKILL", within_s=30)
+    assert killed["step"] >= 6
+    assert "the one to read: rank-00001.log" in job.err
+
+    job = jobs.launch(config)
+    assert named(job, 1, 1, "RuntimeError: drill: raised at attempt 12 on rank 1")["step"] == 11
+    assert job.err.splitlines()[-1] == "rank 1 failed: RuntimeError: drill: raised at attempt 12 on rank 1"
+    assert "Traceback" in job.err
+    assert "Connection closed" not in job.err, "a victim has the last word"
+    assert job.log("rank-00001").endswith("rank 1 failed: RuntimeError: drill: raised at attempt 12 on rank 1\n")
+    assert "Traceback" in job.log("rank-00000"), "what each rank saw is in its log"
+
+    job = jobs.launch(config)
+    named(job, 1, 1, "rank 1 left at step 19 with status 0")
+    assert "resumed from step-000000" in job.out
+
+    # The first signal cannot be obeyed while a rank hangs; the second needs nobody's consent.
+    job = jobs.launch(config)
+    job.wait_for_attempt(25, rank=1)
+    os.killpg(job.process.pid, signal.SIGINT)
+    job.until(lambda: "SIGINT: stopping at the next step boundary" in job.out)
+    os.killpg(job.process.pid, signal.SIGINT)
+    named(job, 130, None, "ended at once by a second SIGINT", within_s=5)
+
+
+def test_c93_c94_under_bare_torchrun_the_ranks_say_it_themselves(tmp_path: Path, jobs: Jobs) -> None:
+    drill = {"raise_at": {"attempt": 3, "rank": 1}, "exit_at": {"attempt": 5, "rank": 1, "code": 0}}
+    config = tiny.config(tmp_path, drill=drill, budget__steps=50, track__wandb={"mode": "offline"})
+
+    job = jobs.torchrun(config, WANDB_MODE="disabled")
+    assert job.end() == 1
+    recorded = state(job.run)
+    assert (recorded["state"], recorded["rank"], recorded["step"]) == ("failed", 1, 2)
+    assert recorded["reason"] == "RuntimeError: drill: raised at attempt 3 on rank 1"
+    ours = job.err.partition("torch/distributed/elastic")[0].splitlines()
+    assert ours[-2] == "rank 1 failed: RuntimeError: drill: raised at attempt 3 on rank 1"
+    assert sum(line.startswith("Traceback") for line in ours) == 1, "the victim's is in its log"
+    assert not (job.run / "wandb").exists(), "WANDB_MODE=disabled is a stricter wish than the configuration's"
+
+    job = jobs.torchrun(config, WANDB_MODE="disabled")
+    assert job.end() == 1
+    recorded = state(job.run)
+    assert (recorded["state"], recorded["rank"], recorded["step"]) == ("failed", 1, 4)
+    assert recorded["reason"].startswith("rank 1 left at step 4")
+    assert job.err.partition("torch/distributed/elastic")[0].splitlines()[-2] == recorded["reason"]
+
+
+def test_a_rank_that_hangs_is_named_and_its_log_says_where(tmp_path: Path, jobs: Jobs) -> None:
+    config = tiny.config(tmp_path, drill={"hang_at": {"attempt": 3, "rank": 1}}, launch__timeout="6s")
+    job = jobs.launch(config)
+    job.wait_for_attempt(3, rank=1)
+    assert named(job, 4, 1, "rank 1 stopped answering at attempt 3", within_s=30)["step"] == 2
+    assert "the one to read: rank-00001.log" in job.err
+    assert "in strike" in job.log("rank-00001")
+
+
+def test_c91_a_rank_that_does_not_come_is_named_in_time(tmp_path: Path, jobs: Jobs) -> None:
+    config = tiny.config(tmp_path, launch__timeout="10s")
+    ports = []
+    with socket.socket() as one, socket.socket() as two:
+        for free in (one, two):
+            free.bind(("127.0.0.1", 0))
+            ports.append(free.getsockname()[1])
+    alone = [jobs.rank(config, rank, port) for rank, port in enumerate(ports)]
+    first, second = alone
+    assert first.end(30) == 4
+    assert "rank 1 missing: 1 of 2 ranks did not start" in first.err
+    assert "launch.timeout = 10 s" in first.err
+    assert second.end(30) == 4
+    assert f"rank 1 cannot reach the meeting point 127.0.0.1:{ports[1]}" in second.err
+    for job in alone:
+        assert "Traceback" not in job.err
+    assert not (tmp_path / "runs" / "run").exists()
+
+
+def test_c88_a_busy_port_and_a_directory_in_use_are_refused(tmp_path: Path, jobs: Jobs) -> None:
+    config = tiny.config(tmp_path)
+    with socket.socket() as busy:
+        busy.bind(("", 0))
+        busy.listen()
+        port = busy.getsockname()[1]
+        job = jobs.launch(config, f"launch.port={port}")
+        assert job.end() == 4
+        assert str(port) in job.err.splitlines()[-1]
+        assert "Traceback" not in job.err
+    job = jobs.launch(config, "launch.port=66660")
+    assert job.end() == 2
+    assert "66660" in job.err
+    assert not (tmp_path / "runs").exists()

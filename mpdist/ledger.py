@@ -88,7 +88,9 @@ def beside_plan(rows: Sequence[dict[str, Any]], planned: Mapping[str, Mapping[st
             if (name, rank) not in seen:
                 empty = {"row": name, "rank": rank, "dtype": None, "elements": None, "measured_bytes": None}
                 cause = "lives within a window only; its peak is planned, the process's peak is measured"
-                result.append({**empty, "planned_bytes": plan["peak"], "cause": cause if plan["peak"] else "none planned"})
+                result.append(
+                    {**empty, "planned_bytes": plan["peak"], "cause": cause if plan["peak"] else "none planned"}
+                )
     return result
 
 

@@ -46,6 +46,7 @@ METRICS: dict[str, str] = {
     "mem/peak_allocated_bytes": "peak bytes in tensors on this device (host: peak resident)",
     "mem/peak_reserved_bytes": "peak bytes held by the allocator on this device (host: peak resident)",
     "wire/grad_bytes": "payload this rank handed to gradient collectives in this step",
+    "wire/grad_bytes_between_nodes": "the part of it that went to groups of ranks on several nodes",
 }
 """Every metric's name and meaning. Names that begin with `precision/` are telemetry and open-ended."""
 

@@ -92,7 +92,9 @@ class Session:
             self.parts = assemble(self.resolved, seat.world, self.device, self.say)
         self.hf = self.run.path / "hf"
         on_first(lambda: save_hf(self.hf, self.parts, cfg))
-        self.seconds, self.passed, self.passed_tokens, self.wire_bytes = 0.0, 0, 0, 0
+        self.seconds, self.passed, self.passed_tokens = 0.0, 0, 0
+        self.wire_bytes = (0, 0)  # of the last attempt: within nodes, between nodes
+        self.evaluated_step = -1
         self.saved_step: int | None = None  # of the newest checkpoint in this run's directory
         self.compiling = cfg.model.compile != "none"
         self.wants_ledger = True
@@ -222,7 +224,7 @@ class Session:
             "kind": "train", "step": window.step, "attempt": window.attempt,
             "train/loss": out.loss, "train/lr": self.parts.lr(window.step), "train/grad_norm": out.decision.norm,
             "train/label_tokens": count.label_tokens, "train/tokens": count.tokens, "train/slots": count.slots,
-            "scale/value": out.decision.scale, "scale/skipped": window.skipped, "wire/grad_bytes": self.wire_bytes,
+            "scale/value": out.decision.scale, "scale/skipped": window.skipped, "wire/grad_bytes": sum(self.wire_bytes), "wire/grad_bytes_between_nodes": self.wire_bytes[1],
             "mem/peak_allocated_bytes": allocated, "mem/peak_reserved_bytes": reserved, **self.clock.metrics(),
             **self.figures,
         }  # fmt: skip
@@ -297,6 +299,7 @@ class Session:
             dist.all_reduce(total)
             loss = total.item() / labels if labels else math.nan
             parts.module.train()
+        self.evaluated_step = parts.window.step
         if loss < self.count.best:
             self.count.best, self.count.best_step = loss, parts.window.step
         if self.first:
@@ -373,6 +376,9 @@ class Session:
         return Preempted.status
 
     def finished(self) -> int:
+        """Collective. The budget is spent: what is left to evaluate and to save is done."""
+        if self.parts.eval_feed is not None and self.evaluated_step != self.parts.window.step:
+            self.evaluate()  # the last attempt was a skipped one
         if self.saved_step != self.parts.window.step:
             self.save(final=True)
         self.saver.wait()

@@ -127,7 +127,7 @@ def attempt(s: Session, batch: Batch) -> Outcome:
         engine.refresh()
         if s.wants_ledger:
             s.write_ledger(gradients)
-    s.wire_bytes = sum(parts.wire.bytes.take())
+    s.wire_bytes = parts.wire.bytes.take()
     if decision.applied:
         engine.clear()  # else `skipped` may look at them first
     return Outcome(decision, total / batch.labels, aux, stop > 0, seconds, loss, failed > 0)

@@ -254,7 +254,8 @@ class Checkpoint(Section):
     keep: int = Field(3, ge=1, description="How many to keep; the best and the latest are always kept.")
     background: bool = Field(True, description="Write while training goes on, after a copy to host memory.")
     on_error: Literal["stop", "go_on"] = Field(
-        "stop", description="A save that fails (a full disk, say): stop, or go on to the next one. The last must succeed."
+        "stop",
+        description="A save that fails (a full disk, say): stop, or go on to the next one. The last must succeed.",
     )
     resume: Text = Field(
         "auto",

@@ -89,16 +89,16 @@ def _peak(mode: str) -> int:
               "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 256}  # fmt: skip
     built = models.build(models.read_config(models.Source(None, config, 0)), "sdpa")
     models.checkpoint_blocks(models.find_blocks(built), mode)
-    models.give_loss(built, 128)
+    models.give_loss(built, 32)
     frequencies = {name: buffer.clone() for name, buffer in built.named_buffers()}
     built.to_empty(device="cpu")
     for name, buffer in built.named_buffers():
         buffer.copy_(frequencies[name])
     for param in built.parameters():
         torch.nn.init.normal_(param, std=0.1)
-    ids = torch.randint(0, 64, (4, 256))
-    index = torch.arange(0, 1024, 4)
-    batch = {"input_ids": ids, "position_ids": torch.arange(256).expand(4, 256), "index": index,
+    ids = torch.randint(0, 64, (2, 128))
+    index = torch.arange(0, 256, 4)
+    batch = {"input_ids": ids, "position_ids": torch.arange(128).expand(2, 128), "index": index,
              "targets": ids.view(-1)[index], "factor": torch.tensor(1.0)}  # fmt: skip
     tracker = MemTracker()
     with tracker:

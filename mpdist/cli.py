@@ -38,12 +38,13 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(
             prog=f"mpdist {command}",
             description=description,
-            epilog=epilog,
+            epilog=epilog if _STATUSES in epilog else f"{epilog.rstrip()}\n\nexit statuses: `mpdist --help` lists them",
             formatter_class=_Help,
             allow_abbrev=False,
         )
 
     def error(self, message: str) -> NoReturn:
+        message = message.replace(", KEY=VALUE", "")  # argparse takes what may be missing for required
         raise UsageError(f"{self.prog}: {message}", "", f"`{self.prog} --help` shows how it is used")
 
 

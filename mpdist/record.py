@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpdist.errors import ConfigError, UsageError
+from mpdist.errors import ConfigError, MachineError, UsageError
 from mpdist.lines import Lines, dump, number, read_json, read_lines, repair, write_atomic
 from mpdist.lock import NAME as LOCK
 from mpdist.lock import Lock
@@ -277,19 +277,23 @@ def open_run(resolved: Resolved, plan: Mapping[str, Any]) -> tuple[RunDir, str]:
     even claimed. Safe to repeat inside one launch (launcher, then worker).
 
     Raises UsageError if the directory is no run's, is another configuration's (with the list of differences), must
-    not be resumed (`checkpoint.resume: never`), or is in use.
+    not be resumed (`checkpoint.resume: never`), or is in use; MachineError if it cannot be read or written.
     """
     config = resolved.config
     run = RunDir(Path(config.out_dir) / config.name)
-    if run.config_path.exists():
-        mode = _existing(run, resolved)
-    else:
-        _refuse_foreign(run)
-        mode = "new"
-    if mode != "finished":
-        run._look_back()
-        run.claim()
-        run.freeze(resolved.to_yaml(), plan)
+    try:
+        if run.config_path.exists():
+            mode = _existing(run, resolved)
+        else:
+            _refuse_foreign(run)
+            mode = "new"
+        if mode != "finished":
+            run._look_back()
+            run.claim()
+            run.freeze(resolved.to_yaml(), plan)
+    except OSError as error:  # another user's folder, a file in the path's middle
+        what = f"{error.filename or run.path}: {error.strerror}"
+        raise MachineError(what, f"a run keeps all it leaves in {run.path}", "choose another out_dir") from error
     return run, mode
 
 

@@ -17,7 +17,7 @@ import torch
 
 from mpdist.errors import CheckpointError, UsageError
 from mpdist.precision import DTYPES
-from mpdist.restore import Found, newest, open_checked
+from mpdist.restore import Found, candidates, newest, open_checked
 
 _SHARD_BYTES = 4 * 10**9  # of the files written, and the most that is held in memory at once
 
@@ -57,7 +57,9 @@ def run(source: str, folder: str, dtype: str | None = None) -> int:
 
 def _find(source: Path) -> Found:
     if (source / "checkpoints").is_dir():
-        found = newest(source / "checkpoints", lambda name, fault: print(f"warning: {name} is passed over: {fault}"))
+        found = newest(
+            candidates(source / "checkpoints"), lambda name, fault: print(f"warning: {name} is passed over: {fault}")
+        )
         if found is None:
             raise UsageError(f"{source} has no checkpoint yet", "there is nothing to export", "let the run save first")
         return found

@@ -33,48 +33,72 @@ class Found:
     state: dict[str, Any]
 
 
-def fault_in(path: Path) -> str | None:
-    """The name of the file that keeps a checkpoint from being trusted, and why; None if all is well."""
+def fault_in(path: Path, part: int = 0, parts: int = 1) -> str | None:
+    """The name of the file that keeps a checkpoint from being trusted, and why; None if all is well.
+
+    part of parts: digest only this share of the files. Nothing is opened but the manifest and bytes to be digested.
+    """
+    if not path.is_dir():
+        return "it is no folder"
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         listed = manifest["files"]
         present = {p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file()} - {MANIFEST}
         for name in sorted(present ^ set(listed)):
             return f"{name} is {'not in the manifest' if name in present else 'missing'}"
-        for name, entry in listed.items():
+        for name in sorted(listed)[part::parts]:
             with (path / name).open("rb") as file:
-                if os.fstat(file.fileno()).st_size != entry["bytes"]:
-                    return f"{name} has {os.fstat(file.fileno()).st_size} bytes, not {entry['bytes']}"
-                if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
+                size = os.fstat(file.fileno()).st_size
+                if size != listed[name]["bytes"]:
+                    return f"{name} has {size} bytes, not {listed[name]['bytes']}"
+                if hashlib.file_digest(file, "sha256").hexdigest() != listed[name]["sha256"]:
                     return f"{name} was altered: its SHA-256 is not the manifest's"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"{MANIFEST}: {error}"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{MANIFEST} cannot be used: {error}"
     return None
 
 
-def open_checked(path: Path) -> Found:
+def fault_together(path: Path) -> str | None:
+    """Collective. As `fault_in`, each rank digesting its share; all get the same answer."""
+    faults: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(faults, fault_in(path, dist.get_rank(), dist.get_world_size()))
+    return next((fault for fault in faults if fault is not None), None)
+
+
+def open_checked(path: Path, check: Callable[[Path], str | None] = fault_in) -> Found:
     """The checkpoint at `path`, all its files checked. Raises CheckpointError naming the file that is wrong."""
-    wrong = "it is no folder" if not path.is_dir() else fault_in(path)
+    wrong = check(path)
     if wrong is not None:
         raise CheckpointError(f"{path} cannot be trusted: {wrong}", "it was torn by a crash or altered",
                               "use another checkpoint")  # fmt: skip
+    return _open(path)
+
+
+def _open(path: Path) -> Found:
     state = json.loads((path / "state.json").read_text())
     return Found(path, state["step"], state)
 
 
-def newest(folder: Path, refused: Callable[[str, str], None]) -> Found | None:
-    """The newest checkpoint in `folder` that is whole. refused(checkpoint, fault) is told of each passed over.
+def candidates(folder: Path) -> list[Path]:
+    """The published checkpoints of a run, newest first."""
+    return sorted((p for p in folder.glob("step-*") if p.is_dir()), reverse=True) if folder.is_dir() else []
+
+
+def newest(
+    paths: list[Path], refused: Callable[[str, str], None], check: Callable[[Path], str | None] = fault_in
+) -> Found | None:
+    """The first of the checkpoints that is whole. refused(checkpoint, fault) is told of each passed over.
 
     Raises CheckpointError where there are checkpoints and none is whole.
     """
-    names = sorted((p.name for p in folder.glob("step-*") if p.is_dir()), reverse=True) if folder.is_dir() else []
-    for name in names:
-        wrong = fault_in(folder / name)
+    for path in paths:
+        wrong = check(path)
         if wrong is None:
-            return open_checked(folder / name)
-        refused(name, wrong)
-    if names:
-        raise CheckpointError(f"none of the {len(names)} checkpoints in {folder} is whole", "each has a torn or altered file",
+            return _open(path)
+        refused(path.name, wrong)
+    if paths:
+        raise CheckpointError(f"none of the {len(paths)} checkpoints in {paths[0].parent} is whole",
+                              "each has a torn or altered file",
                               "restore one from a copy, or start a new run under another name")  # fmt: skip
     return None
 

@@ -29,6 +29,7 @@ from mpdist.record import open_run
 from mpdist.saver import Saver
 from mpdist.telemetry import Telemetry
 from mpdist.track import Progress, Tracker
+from mpdist.worker import STOP
 
 if TYPE_CHECKING:
     from mpdist.config import Resolved
@@ -153,7 +154,7 @@ class Session:
 
     def resume(self, mode: str) -> None:
         """Collective. Loads the newest whole checkpoint of the run, or the one that a new run starts from."""
-        found = on_first(lambda: self.find(mode))
+        found = self.find(mode)
         self.count.fired = on_first(self.fired_before)
         if found is None:
             if self.first and mode == "resume":  # it ended before its first checkpoint: all that it did is superseded
@@ -183,23 +184,23 @@ class Session:
             self.say(f"resumed from {found.path.name}{note}")
 
     def find(self, mode: str) -> restore.Found | None:
-        wish = self.cfg.checkpoint.resume
+        """Collective. The checkpoint to go on from, its files digested by all ranks together."""
+        wish, check = self.cfg.checkpoint.resume, restore.fault_together
 
         def refused(name: str, fault: str) -> None:
-            self.run.event("refused", reason=fault, checkpoint=name, file=fault.split()[0])
-            print(f"warning: checkpoint {name} is passed over: {fault}", flush=True)
+            if self.first:
+                self.run.event("refused", reason=fault, checkpoint=name, file=fault.split()[0])
+                print(f"warning: checkpoint {name} is passed over: {fault}", flush=True)
 
-        if wish not in ("auto", "never") and mode == "new":
-            path = Path(wish)
-            if (path / "checkpoints").is_dir():
-                found = restore.newest(path / "checkpoints", refused)
-                if found is None:
-                    raise UsageError(
-                        f"checkpoint.resume = {wish}", "the run there has no checkpoint", "give another path"
-                    )
-                return found
-            return restore.open_checked(path)
-        return restore.newest(self.run.checkpoints, refused)
+        if wish in ("auto", "never") or mode != "new":
+            return restore.newest(on_first(lambda: restore.candidates(self.run.checkpoints)), refused, check)
+        path = Path(wish)
+        if not on_first(lambda: (path / "checkpoints").is_dir()):
+            return restore.open_checked(path, check)
+        found = restore.newest(on_first(lambda: restore.candidates(path / "checkpoints")), refused, check)
+        if found is None:
+            raise UsageError(f"checkpoint.resume = {wish}", "the run there has no checkpoint", "give another path")
+        return found
 
     def fired_before(self) -> list[str]:
         path = self.run.events_path
@@ -224,7 +225,8 @@ class Session:
             "kind": "train", "step": window.step, "attempt": window.attempt,
             "train/loss": out.loss, "train/lr": self.parts.lr(window.step), "train/grad_norm": out.decision.norm,
             "train/label_tokens": count.label_tokens, "train/tokens": count.tokens, "train/slots": count.slots,
-            "scale/value": out.decision.scale, "scale/skipped": window.skipped, "wire/grad_bytes": sum(self.wire_bytes), "wire/grad_bytes_between_nodes": self.wire_bytes[1],
+            "scale/value": out.decision.scale, "scale/skipped": window.skipped,
+            "wire/grad_bytes": sum(self.wire_bytes), "wire/grad_bytes_between_nodes": self.wire_bytes[1],
             "mem/peak_allocated_bytes": allocated, "mem/peak_reserved_bytes": reserved, **self.clock.metrics(),
             **self.figures,
         }  # fmt: skip
@@ -372,7 +374,10 @@ class Session:
         if self.saved_step != self.parts.window.step:
             self.save(final=True)
         self.saver.wait()
-        self.close("preempted", Preempted.status, f"stopped by {self.seat.stop.asked or 'another rank'}")
+        asked = self.seat.asked_to_stop
+        if self.first:
+            (self.run.path / STOP).unlink(missing_ok=True)  # obeyed; the next session is not to stop at once
+        self.close("preempted", Preempted.status, f"stopped by {asked or 'another rank'}")
         return Preempted.status
 
     def finished(self) -> int:

@@ -136,7 +136,7 @@ def attempt(s: Session, batch: Batch) -> Outcome:
 def exchange(s: Session, squares: torch.Tensor, loss: torch.Tensor, auxiliary: torch.Tensor) -> list[float]:
     """The window's one control exchange and one host wait: sums over ranks of what every decision needs."""
     spent = s.clock.seconds("train") if s.first else 0.0
-    mine = [float(s.seat.stop.asked is not None), spent, float(s.saver.failed)]
+    mine = [float(s.seat.asked_to_stop is not None), spent, float(s.saver.failed)]
     own = torch.tensor(mine, dtype=torch.float64, device=s.device)
     control = torch.cat([torch.stack([squares.to(s.device) / s.parts.engine.replicas, loss, auxiliary]), own])
     if s.seat.world.ranks > 1:
@@ -145,7 +145,7 @@ def exchange(s: Session, squares: torch.Tensor, loss: torch.Tensor, auxiliary: t
 
 
 def agreed_stop(s: Session) -> bool:
-    vote = torch.tensor(float(s.seat.stop.asked is not None), device=s.device)
+    vote = torch.tensor(float(s.seat.asked_to_stop is not None), device=s.device)
     dist.all_reduce(vote)
     return bool(vote.item() > 0)
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _CAUSE_S = 2.0  # for the end of a lost rank to show
 
+STOP = "STOP"  # a file of this name in the run directory ends the session as a signal would
+
 
 class Seat:
     """This rank's place in the run directory. `run` may still be another process's to create."""
@@ -47,6 +49,13 @@ class Seat:
             self.run.session = session
             self.record = watch.report_rank(self.run.path, session, self.world.rank)
             watch.open_log(self.run.path, session, self.world.rank)
+
+    @property
+    def asked_to_stop(self) -> str | None:
+        """Who asked this rank to stop: a signal, or a file `STOP` in the run directory (rank 0 looks for it)."""
+        if self.stop.asked is None and self.world.is_first and (self.run.path / STOP).exists():
+            return f"the file {STOP}"
+        return self.stop.asked
 
     def at(self, step: int, attempt: int) -> None:
         self.step, self.attempt = step, attempt

@@ -136,3 +136,20 @@ def test_a_full_disk_keeps_the_checkpoint_before_and_tells_all_ranks(tmp_path: P
     again = train(tmp_path, 2, checkpoint__every=2, drill=drill)
     assert again.status == 0, again.message
     assert timeless(again.rows()) == timeless(train(tmp_path, 2, name="whole").rows())
+
+
+def test_a_stop_file_in_the_run_directory_stops_the_run_once(tmp_path: Path) -> None:
+    whole = train(tmp_path, 2, name="whole", budget__steps=6)
+    folder = tmp_path / "runs" / "run"
+    folder.mkdir(parents=True)
+    (folder / "sessions").mkdir()  # what a launch leaves that failed early
+    begun = train(tmp_path, 2, budget__steps=6, drill={"stop_at": {"attempt": 1, "rank": 0}})
+    assert begun.status == 75
+    (folder / "STOP").touch()
+    stopped = train(tmp_path, 2, budget__steps=6)
+    assert [status for status, _ in stopped.ends] == [75, 75]
+    assert stopped.column("step") == [1, 2]
+    assert "STOP" in stopped.state()["reason"]
+    again = train(tmp_path, 2, budget__steps=6)
+    assert again.status == 0, again.message
+    assert timeless(again.rows()) == timeless(whole.rows())

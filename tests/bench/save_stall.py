@@ -8,6 +8,7 @@ Cost = time until `save` returns + what the steps behind it take longer than the
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
@@ -17,9 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import os  # noqa: E402
-
-from tiny import LLAMA, config, write_text  # noqa: E402
+from tiny import LLAMA, config, write_text
 
 
 def session(folder: Path) -> Any:
@@ -91,7 +90,9 @@ def main() -> None:
                   f"{statistics.median(lost for _, lost in some):.2f} s")  # fmt: skip
         both = {kind: [s + lost for background, s, lost in rows if background is kind] for kind in (True, False)}
         ratios = [a / b for a, b in zip(both[True], both[False], strict=True)]
-        print(f"thread / in place, all counted: {statistics.median(ratios):.2f} (each pair: {', '.join(f'{r:.2f}' for r in ratios)})")
+        print(
+            f"thread / in place, all counted: {statistics.median(ratios):.2f} (each pair: {', '.join(f'{r:.2f}' for r in ratios)})"
+        )
 
 
 if __name__ == "__main__":

@@ -109,7 +109,9 @@ def test_a_new_run_starts_from_the_whole_state_of_another_ones_checkpoint(tmp_pa
     whole = train(tmp_path, 2, name="whole", budget__steps=8, optim__horizon=8)
     first = train(tmp_path, 2, name="first", budget__steps=3, optim__horizon=8)
     path = first.folder / "checkpoints" / "step-00000003"
-    branch = train(tmp_path, 2, name="branch", budget__steps=8, optim__horizon=8, checkpoint={"every": 0, "resume": str(path)})
+    branch = train(
+        tmp_path, 2, name="branch", budget__steps=8, optim__horizon=8, checkpoint={"every": 0, "resume": str(path)}
+    )
     assert branch.status == 0, branch.message
     assert timeless(branch.rows()) == timeless(whole.rows())[3:]
     assert same(branch.weights(), whole.weights())

@@ -63,13 +63,10 @@ def test_killed_at_random_moments_and_resumed_equals_the_uninterrupted_run(tmp_p
             used.add(at)
             fault = {"attempt": at, "rank": "all" if len(who) == 2 else who[0], "phase": phase}
             changes["drill"] = {**base.get("drill", {}), "kill_at": fault}
-        try:
-            done = train(tmp_path, 2, **changes, kill=kill, timeout=60)
-            pytest.fail(f"session {i} was not killed: {done.message or done.status}")
-        except AssertionError as error:
-            assert "died" in str(error) or "failed" in str(error), error
-            struck += 1
-            in_saves += phase == "save"
+        with pytest.raises(AssertionError, match=r"died|failed"):
+            train(tmp_path, 2, **changes, kill=kill, timeout=60)
+        struck += 1
+        in_saves += phase == "save"
     end = train(tmp_path, 2, **{**base, "name": "killed"})
     assert end.status == 0, end.message
     print(f"{name}: {struck} kills, {in_saves} in saves")

@@ -132,20 +132,23 @@ def together(act: Callable[[], Any], what: str, group: dist.ProcessGroup | None)
     except BaseException as error:  # torch.distributed.checkpoint raises outside Exception
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
-        outcome = None, f"{type(error).__name__}: {_root(error)}", "pos" in _root(error) or "ENOSPC" in _root(error)
+        root = _root(error)
+        outcome = None, f"{type(error).__name__}: {root}", any(sign in root for sign in ("pos", "ENOSPC", "Errno 28"))
     results: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(results, outcome, group=group)
     for rank, (_, message, full) in enumerate(results):
         if message is not None:
-            why = "the disk is full or a quota is reached" if full else message
-            raise CheckpointError(f"{what} failed on rank {rank}: {message}", why,
-                                  "make space and launch again; the checkpoint before this one is untouched")  # fmt: skip
+            why = "the disk is full or a quota is reached" if full else ""
+            failure = CheckpointError(f"{what} failed on rank {rank}: {message}", why,
+                                      "make space and launch again; the checkpoint before this one is untouched")  # fmt: skip
+            failure.shared = dist.get_rank() != rank
+            raise failure
     return [value for value, _, _ in results]
 
 
 def _root(error: BaseException) -> str:
     failures = getattr(error, "failures", None)
-    return "; ".join(str(value[0]) for value in failures.values()) if failures else str(error)
+    return "; ".join(dict.fromkeys(str(value[0]) for value in failures.values())) if failures else str(error)
 
 
 # -- saving -----------------------------------------------------------------------------------------------------------

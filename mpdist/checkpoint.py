@@ -19,6 +19,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -233,6 +234,7 @@ def _publish(final: Path, aside: Path, digests: list[dict[str, tuple[int, str]]]
     }
     write_atomic(aside / MANIFEST, dump(manifest, indent=1) + "\n")
     old = final.with_name(f".{final.name}.old")
+    shutil.rmtree(old, ignore_errors=True)  # a kill may have left one, and a folder is not renamed onto another
     if final.exists():  # superseded work of the same step, or one that was found altered
         os.rename(final, old)
     os.rename(aside, final)
@@ -246,10 +248,21 @@ def mark_best(folder: Path, step: int) -> None:
     write_atomic(folder / "best", name_of(step) + "\n")
 
 
+def published(folder: Path) -> list[Path]:
+    """The run's own checkpoints, oldest first. What else lies there (`step-final`, a copy) is somebody's, not ours."""
+    names = [p.name for p in folder.iterdir() if p.is_dir()] if folder.is_dir() else []
+    steps = sorted(int(name[5:]) for name in names if re.fullmatch(r"step-[0-9]{8,}", name))
+    return [folder / name_of(step) for step in steps if name_of(step) in names]
+
+
 def prune(folder: Path, keep: int) -> list[str]:
-    """Removes all but the `keep` newest checkpoints and those that `latest` and `best` name. Rank 0 only."""
+    """Removes all but the `keep` newest checkpoints and those that `latest` and `best` name. Rank 0 only, and only
+    while no save is under way: what earlier saves left half-done goes too."""
     held = {(folder / pointer).read_text().strip() for pointer in ("latest", "best") if (folder / pointer).exists()}
-    names = sorted(p.name for p in folder.glob("step-*") if p.is_dir())
+    for pattern in (".step-*.aside", ".step-*.old"):
+        for left in folder.glob(pattern):
+            shutil.rmtree(left, ignore_errors=True)
+    names = [path.name for path in published(folder)]
     gone = [name for name in names[:-keep] if name not in held]
     for name in gone:
         shutil.rmtree(folder / name)

@@ -39,8 +39,8 @@ def pick_device(world: World, wish: str) -> torch.device:
     if count == 0:
         raise MachineError("launch.device = cuda, but this machine shows no CUDA device",
                            "torch.cuda.device_count() is 0", "set launch.device: cpu, or check the driver")  # fmt: skip
-    # Where the scheduler shows each rank only its own device, that device is number 0 whatever the local rank.
-    index = 0 if count == 1 and world.local_ranks > 1 and wish != "auto" else world.local_rank
+    # Where Slurm shows each of its tasks only its own device, that device is number 0 whatever the local rank.
+    index = 0 if count == 1 and world.source == "srun" else world.local_rank
     if index >= count:
         raise MachineError(f"local rank {world.local_rank} has no device: this node shows {count}",
                            "there are more ranks on the node than devices", "lower launch.ranks")  # fmt: skip
@@ -160,6 +160,7 @@ def build_mesh(device_type: str, shard_size: int, local_size: int, with_device_m
     if with_device_mesh:
         names = ("replica", "shard")
         mesh = init_device_mesh(device_type, (replica_size, shard_size), mesh_dim_names=names)["shard"]
+        set_timeout(mesh.get_group())
     return Mesh(mesh, scatter, replicas, shard_size, replica_size, rank % shard_size)
 
 
@@ -185,5 +186,19 @@ def _my_group(groups: list[list[int]]) -> tuple[dist.ProcessGroup, list[int]] | 
     for ranks in groups:
         if rank in ranks and len(ranks) > 1:
             # Only members create the group, so ranks in different shard groups need not know each other's lists.
-            return dist.new_group(ranks, use_local_synchronization=True), ranks
+            group = dist.new_group(ranks, use_local_synchronization=True)
+            set_timeout(group)
+            return group, ranks
     return None
+
+
+def set_timeout(group: dist.ProcessGroup, least: timedelta = timedelta(0)) -> None:
+    """Gives a group the timeout of the whole process group, or `least` where that is longer.
+
+    torch gives each new group its own default, 10 or 30 minutes, whatever the process group was started with.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    timeout = world._get_backend(device).options._timeout
+    dist.distributed_c10d._set_pg_timeout(max(timeout, least), group)

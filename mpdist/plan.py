@@ -174,7 +174,7 @@ def make(
     Raises ConfigError with everything in the configuration that does not work with this world.
     """
     asked = asked_of(cfg, ranks, nodes, device)
-    problems: list[MpdistError] = list(check_world(cfg, asked.ranks, origin))
+    problems: list[MpdistError] = list(check_world(cfg, asked.ranks, origin, nodes))
     problems += _batch_problems(asked, origin)
     known = arch if isinstance(arch, Arch) else None
     if known is not None:
@@ -246,6 +246,7 @@ def asked_of(cfg: Config, ranks: int, nodes: int, device: str | None = None) -> 
         stage=cfg.shard.stage,
         replicas=cfg.shard.replicas,
         offload=cfg.shard.offload,
+        background=cfg.checkpoint.background,
         wire=cfg.reduce.wire,
         sum=cfg.reduce.sum,
         when=cfg.reduce.when,

@@ -52,6 +52,7 @@ class Asked:
     loss_chunk: str | int = "auto"
     fused: bool = True
     device: str = "cuda"
+    background: bool = True
 
     @property
     def accumulation(self) -> int:
@@ -324,7 +325,7 @@ def _moments(asked: Asked, arch: Arch, s: _Sizes) -> tuple[dict[str, Moment], di
 
 ORDER = (
     *("parameters", "working", "gradients", "moments", "buffers", "activations", "logits", "comm"),
-    *("optimizer_temporaries", "overhead"),
+    *("optimizer_temporaries", "overhead", "snapshot"),
 )
 
 
@@ -342,8 +343,11 @@ def rows(asked: Asked, arch: Arch) -> tuple[list[Row], int, str]:
     }
     # Gradients count as a state: they are there whenever it matters, though an engine may free them between steps.
     rest = always | {"working": _working(asked, s)[0], "gradients": grads}
+    if asked.background:
+        rest["snapshot"] = 3 * each * s.trainable
     off = asked.offload == "all" and asked.device != "cpu"
     host = {"parameters", "gradients", "moments", "optimizer_temporaries"} if off else set()
+    host.add("snapshot")  # in host memory wherever the model is; there from the first save on
     totals = {
         name: sum(size for row, size in (always | held_then).items() if row not in host)
         for name, held_then in changing.items()
@@ -356,6 +360,7 @@ def rows(asked: Asked, arch: Arch) -> tuple[list[Row], int, str]:
         "gradients": f"{grads // s.trainable} B x {share}{unsharded}",
         "moments": f"2 x {each} B x {share}",
         "buffers": "rotary frequencies in FP32",
+        "snapshot": f"3 x {each} B x {share}, on the host" if asked.background else "checkpoint.background = false",
         "overhead": "assumed: " + ("context, kernels, communicators" if asked.device == "cuda" else "libraries"),
     }
     out = []

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mpdist.checkpoint import MANIFEST, tensors, together
+from mpdist.checkpoint import MANIFEST, published, tensors, together
 from mpdist.errors import CheckpointError
 from mpdist.optim import Optimizer
 from mpdist.shard import Engine
@@ -81,7 +81,7 @@ def _open(path: Path) -> Found:
 
 def candidates(folder: Path) -> list[Path]:
     """The published checkpoints of a run, newest first."""
-    return sorted((p for p in folder.glob("step-*") if p.is_dir()), reverse=True) if folder.is_dir() else []
+    return published(folder)[::-1]
 
 
 def newest(

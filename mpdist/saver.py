@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,12 @@ import torch.distributed as dist
 from torch import nn
 
 from mpdist.checkpoint import Piece, Snapshot, rng_states, tensors, write
+from mpdist.dist import set_timeout
 from mpdist.errors import CheckpointError, MpdistError
 from mpdist.optim import Optimizer
 from mpdist.shard import Engine
+
+_PATIENCE = timedelta(minutes=30)  # ranks may write at different speeds, and nothing waits for a save but the next one
 
 
 class Saver:
@@ -44,6 +48,7 @@ class Saver:
         self._published, self._written = published, written
         # Control messages are small host objects, also where tensors live on a GPU.
         self._group = dist.new_group(backend="gloo")
+        set_timeout(self._group, least=_PATIENCE)
         self._copies: dict[str, torch.Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None

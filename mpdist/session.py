@@ -193,7 +193,9 @@ class Session:
                 print(f"warning: checkpoint {name} is passed over: {fault}", flush=True)
 
         if wish in ("auto", "never") or mode != "new":
-            return restore.newest(on_first(lambda: restore.candidates(self.run.checkpoints)), refused, check)
+            found = restore.newest(on_first(lambda: restore.candidates(self.run.checkpoints)), refused, check)
+            if found is not None or wish in ("auto", "never"):
+                return found  # else it ended before its own first checkpoint, and begins again where it began
         path = Path(wish)
         if not on_first(lambda: (path / "checkpoints").is_dir()):
             return restore.open_checked(path, check)

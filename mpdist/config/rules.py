@@ -287,8 +287,10 @@ def _touches(reads: tuple[str, ...], wrong: set[str]) -> bool:
     return any(r == w or r.startswith(w + ".") or w.startswith(r + ".") for r in reads for w in wrong)
 
 
-def check_world(config: Config, ranks: int, origin: Callable[[str], str] = lambda _: "config") -> list[MpdistError]:
-    """What does not work with a world of this many ranks; for the plan and the launcher, which know the world."""
+def check_world(
+    config: Config, ranks: int, origin: Callable[[str], str] = lambda _: "config", nodes: int = 1
+) -> list[MpdistError]:
+    """What does not work with a world of this many ranks on so many nodes; for the plan, which knows the world."""
     found: list[MpdistError] = []
     view = _View(config, origin)
     replicas = config.shard.replicas
@@ -297,6 +299,10 @@ def check_world(config: Config, ranks: int, origin: Callable[[str], str] = lambd
         found.append(
             UsageError(view.show("shard.replicas"), f"it does not divide the world of {ranks} ranks", f"take {near}")
         )
+    elif not _even(ranks // replicas, ranks // nodes):
+        near = " or ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0 and _even(ranks // n, ranks // nodes))
+        why = f"shards of {ranks // replicas} ranks would straddle nodes of {ranks // nodes} unevenly"
+        found.append(UsageError(view.show("shard.replicas"), why, f"take {near}"))
     for name in _DRILLS_WITH_RANK:
         drill = getattr(config.drill, name)
         if drill is None:
@@ -310,3 +316,8 @@ def check_world(config: Config, ranks: int, origin: Callable[[str], str] = lambd
         why = f"each rank has only {accumulation} in a window: the drill would have no effect"
         found.append(UsageError(view.show("drill.overflow_at.micro"), why, f"take 1 to {accumulation}"))
     return found
+
+
+def _even(shard: int, per_node: int) -> bool:
+    """Whether each group of `shard` ranks lies in one node or fills whole ones: gradients travel in two even levels."""
+    return shard % per_node == 0 or per_node % shard == 0

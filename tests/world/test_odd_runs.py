@@ -1,0 +1,87 @@
+"""Runs that end at odd moments, beside folders that are not theirs, on groups whose waits must be bounded."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import worlds
+from tiny import Result, same, timeless, train
+
+pytestmark = pytest.mark.world
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_again_where_checkpoint_resume_says(tmp_path: Path) -> None:
+    first = train(tmp_path, 1, name="first", budget__steps=3, optim__horizon=8)
+    here = {"every": 0, "resume": str(first.folder / "checkpoints" / "step-00000003")}
+    whole = train(tmp_path, 1, name="whole", budget__steps=6, optim__horizon=8, checkpoint=here)
+    drill = {"kill_at": {"attempt": 6, "rank": "all"}}
+    with pytest.raises(AssertionError, match="died"):
+        train(tmp_path, 1, name="branch", budget__steps=6, optim__horizon=8, checkpoint=here, drill=drill)
+    again = train(tmp_path, 1, name="branch", budget__steps=6, optim__horizon=8, checkpoint=here, drill=drill)
+    assert again.status == 0, again.message
+    assert timeless(again.rows()) == timeless(whole.rows())
+    assert same(again.weights(), whole.weights())
+
+
+def test_folders_beside_the_checkpoints_are_neither_loaded_nor_removed(tmp_path: Path) -> None:
+    first = train(tmp_path, 1, budget__steps=2, optim__horizon=8, checkpoint={"every": 1, "keep": 1})
+    folder = first.folder / "checkpoints"
+    for name in ("step-final", "step-00000002-copy"):
+        shutil.copytree(folder / "step-00000002", folder / name)
+    left = [folder / ".step-00000001.aside", folder / ".step-00000003.old"]
+    for path in left:
+        path.mkdir()
+        (path / "file").touch()
+    again = train(tmp_path, 1, budget__steps=5, optim__horizon=8, checkpoint={"every": 1, "keep": 1})
+    assert again.status == 0, again.message
+    assert again.events("load")[0]["reason"].endswith("step-00000002")
+    assert sorted(p.name for p in folder.glob("step-*")) == ["step-00000002-copy", "step-00000005", "step-final"]
+    assert not any(path.exists() for path in left)
+    assert train(tmp_path, 1, budget__steps=6, optim__horizon=8, checkpoint={"every": 1, "keep": 1}).status == 0
+    assert Result(first.folder, [(0, "")]).events("load")[-1]["reason"].endswith("step-00000005")
+
+
+def test_a_checkpoint_left_over_from_a_kill_does_not_keep_its_step_from_being_published(tmp_path: Path) -> None:
+    from mpdist.checkpoint import _publish
+
+    state = {"step": 7, "config_digest": "", "versions": {}}
+    names = ("step-00000007", ".step-00000007.old", ".step-00000007.aside")
+    final, old, aside = (tmp_path / name for name in names)
+    for path in (final, old, aside):
+        path.mkdir()
+        (path / "file").write_text(path.name)
+    worlds.run(_published, 1, _publish, final, aside, state)
+    assert (final / "file").read_text() == aside.name
+    assert [p.name for p in tmp_path.glob(".step*")] == []
+
+
+def _published(rank: int, publish: Callable[..., Any], final: Path, aside: Path, state: dict[str, Any]) -> None:
+    publish(final, aside, [{"file": (1, "")}], state)
+
+
+def test_every_group_waits_as_long_as_the_config_says(tmp_path: Path) -> None:
+    for layout in ((2, 4), (2, 2), (1, 2)):
+        for waits in worlds.run(timeouts, 4, *layout, timeout=77.0):
+            assert set(waits) == {timedelta(seconds=77)}
+
+
+def timeouts(rank: int, shard: int, local: int) -> list[timedelta]:
+    import torch
+
+    from mpdist.dist import build_mesh
+
+    mesh = build_mesh("cpu", shard, local)
+    assert mesh.shard_mesh is not None
+    groups = [level.group for level in (*mesh.scatter, *mesh.replicas)] + [mesh.shard_mesh.get_group()]
+    return [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
+
+
+def test_a_rank_that_hangs_is_not_waited_for_longer_than_the_timeout(tmp_path: Path) -> None:
+    drill = {"hang_at": {"attempt": 2, "rank": 1}}
+    with pytest.raises(AssertionError, match=r"(?s)rank 0 failed.*Timed out"):
+        train(tmp_path, 2, shard={"engine": "ddp"}, drill=drill, launch__timeout="3s", timeout=60)

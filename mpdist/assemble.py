@@ -153,9 +153,17 @@ def _engine(
     cfg: Config, built: nn.Module, blocks: list[nn.Module], policy: precision.Policy, world: World, device: torch.device
 ) -> tuple[Wire, Engine]:
     sharded = cfg.shard.engine == "fsdp2"
-    if policy.keep_fp32 and not precision.kept_modules(built, policy):
+    kept = precision.kept_modules(built, policy)
+    if policy.keep_fp32 and not kept:
         raise UsageError(f"precision.keep_fp32 = {list(policy.keep_fp32)} matches no module",
                          f"modules are named like {[n for n, _ in built.named_modules()][3]}", "use shell wildcards")  # fmt: skip
+    inner = {id(module) for block in blocks for module in block.modules() if module is not block}
+    within = [name for name, module in kept if id(module) in inner]
+    if sharded and within and cfg.memory.checkpointing == "selective":
+        # Its bookkeeping of operations meets those by which FSDP2 gathers a module, which recomputation repeats otherwise.
+        raise UsageError(f"memory.checkpointing = selective, and precision.keep_fp32 keeps {within[0]}, which lies inside a block",
+                         "the fsdp2 engine cannot recompute a part of a block that it gathers by itself",
+                         "use memory.checkpointing: full, keep whole blocks in FP32, or use shard.engine: ddp")  # fmt: skip
     mesh = build_mesh(device.type, world.ranks // cfg.shard.replicas if sharded else 1, world.local_ranks, sharded)
     wire = Wire(mesh, precision.DTYPES[cfg.reduce.wire], cfg.reduce.sum == "fp32")
     _probe(wire, device)

@@ -273,7 +273,9 @@ class Progress:
             filled = round(20 * step / self._total)
             rest = f" [{'#' * filled}{'.' * (20 - filled)}] {_duration(left)} left"
         line = f"{self._place(step)}{rest}  {self._figures}".rstrip()
-        line = line[: max(20, _columns(self._stream) - 1)]
+        width = max(20, _columns(self._stream) - 1)
+        if len(line) > width:  # whole figures only
+            line = line[: width + 1].rpartition("  ")[0].rstrip() or line[:width]
         self._write("\r" + line + " " * max(0, self._shown - len(line)))
         self._shown = len(line)
 
@@ -316,6 +318,6 @@ def _duration(seconds: float) -> str:
 
 def _columns(stream: TextIO) -> int:
     try:
-        return os.get_terminal_size(stream.fileno()).columns or 80
+        return os.get_terminal_size(getattr(stream, "console", stream).fileno()).columns or 80
     except (OSError, ValueError):
         return 80

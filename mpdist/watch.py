@@ -216,7 +216,7 @@ class _Tee(io.TextIOBase):
     """Writes to the log file and to the console; redrawn lines (a progress bar's) to the console alone."""
 
     def __init__(self, log: TextIO, console: TextIO) -> None:
-        self._log, self._console = log, console
+        self._log, self.console = log, console
         self._live = True
 
     @property
@@ -228,8 +228,8 @@ class _Tee(io.TextIOBase):
             self._log.write(text)
         if self._live:
             try:
-                self._console.write(text)
-                self._console.flush()
+                self.console.write(text)
+                self.console.flush()
             except (OSError, ValueError):  # the terminal was closed, or `| head` has had enough
                 self._live = False
         return len(text)
@@ -238,7 +238,7 @@ class _Tee(io.TextIOBase):
         self._log.flush()
 
     def isatty(self) -> bool:
-        return self._live and self._console.isatty()
+        return self._live and self.console.isatty()
 
     def fileno(self) -> int:
         return self._log.fileno()

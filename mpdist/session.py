@@ -142,12 +142,16 @@ class Session:
 
     def say(self, text: str) -> None:
         if self.first:
-            print(text, flush=True)
+            progress: Progress | None = getattr(self, "progress", None)
+            if progress is None:
+                print(text, flush=True)
+            else:  # its live line has to make way
+                progress.say(text)
 
     def warn(self, text: str) -> None:
         if self.first:
             self.run.event("warning", self.parts.window.step, self.parts.window.attempt, reason=text)
-            print(f"warning: {text}", flush=True)
+            self.say(f"warning: {text}")
 
     def drilled(self, name: str, number: int, rank: int) -> None:
         self.run.event("drill", self.parts.window.step, number, rank, reason=name)
@@ -379,7 +383,7 @@ class Session:
         asked = self.seat.asked_to_stop
         if self.first:
             (self.run.path / STOP).unlink(missing_ok=True)  # obeyed; the next session is not to stop at once
-        self.close("preempted", Preempted.status, f"stopped by {asked or 'another rank'}")
+        self.close("preempted", Preempted.status, f"stopped by {asked or 'a signal to another rank'}")
         return Preempted.status
 
     def finished(self) -> int:

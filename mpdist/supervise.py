@@ -121,7 +121,8 @@ class Child:
             return
         if not self._asked:
             name = signal.Signals(self._heard[0][0]).name
-            say(f"{name}: stopping at the next step boundary; a second INT or TERM ends the run at once")
+            ahead = "\n" if sys.stdout.isatty() else ""  # there may be a live line
+            say(f"{ahead}{name}: stopping at the next step boundary; a second INT or TERM ends the run at once")
             self._asked = True
         if time.monotonic() - self._asked_at > _ASK_S:
             self._asked_at = time.monotonic()

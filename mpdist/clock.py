@@ -88,10 +88,6 @@ class Clock:
         total = sum(self._before.values()) + sum(self._here.values()) - self._before["gap"]
         return {"time/train_s": table["train"], "time/total_s": total / _NS, "time/lost_s": table["lost"]}
 
-    def state_dict(self) -> dict[str, float]:
-        """The table, for a checkpoint or `status.json`."""
-        return self.table()
-
     def resume(
         self,
         checkpoint: Mapping[str, float] | None,

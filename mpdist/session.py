@@ -121,6 +121,8 @@ class Session:
                 {
                     **environment([self.parts.facts["device"]]),
                     **self.parts.facts,
+                    "config_digest": self.resolved.digest(),
+                    "number_digest": self.resolved.number_digest(),
                     "ranks": seat.world.ranks,
                     "nodes": seat.world.nodes,
                 }

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import worlds
+
 TINY: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False,
@@ -141,8 +143,7 @@ class Rig:
         pairs = zip(parts, [p.tensor for p in parts] if locals_ is None else locals_, strict=True)
         found = {}
         for part, local in pairs:
-            tensor = self.engine.dtensor(part, local)
-            found[part.name] = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
+            found[part.name] = worlds.whole(part, local)
         return found
 
 

@@ -186,11 +186,7 @@ def one(path: str) -> Seen:
 
 def whole(engine: Any) -> dict[str, Any]:
     """Collective. Masters by name, whole."""
-    found = {}
-    for part in engine.parts:
-        tensor = engine.dtensor(part, part.tensor)
-        found[part.name] = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
-    return found
+    return {part.name: worlds.whole(part, part.tensor) for part in engine.parts}
 
 
 def digest(engine: Any, optimizer: Any) -> str:

@@ -74,6 +74,22 @@ def run(
                 process.join()
 
 
+def whole(part: Any, local: Any) -> Any:
+    """Collective. The full tensor of which each rank holds the rows that its part names."""
+    import torch
+    import torch.distributed as dist
+
+    pieces: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pieces, (part.start, local.detach().cpu()))
+    full = torch.empty(part.shape, dtype=local.dtype)
+    for start, piece in pieces:
+        if piece.dim() and len(piece):
+            full[start : start + len(piece)] = piece
+        elif not piece.dim():
+            full.copy_(piece)
+    return full
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -65,6 +65,3 @@ class Engine(Protocol):
 
     def leaves(self) -> dict[str, set[int]]:
         """Trainable name -> id() of the tensors that autograd sees in its place. After a forward."""
-
-    def dtensor(self, part: Part, local: torch.Tensor) -> Any:
-        """`local`, laid out as the part, in the form that torch.distributed.checkpoint saves and loads."""

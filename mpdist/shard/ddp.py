@@ -217,9 +217,6 @@ class Ddp:
     def leaves(self) -> dict[str, set[int]]:
         return {part.name: {id(self._working[part.name])} for part in self._trainable}
 
-    def dtensor(self, part: Part, local: torch.Tensor) -> torch.Tensor:
-        return local
-
 
 def _views(flat: torch.Tensor, run: list[Part]) -> list[torch.Tensor]:
     sizes = [part.tensor.numel() for part in run]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from mpdist.precision import Policy, is_head, kept_modules
 from mpdist.reduce import Wire
@@ -57,7 +57,6 @@ class Fsdp2:
         self.replicas = wire.mesh.replica_size
         mesh = wire.mesh.shard_mesh
         assert mesh is not None
-        self._mesh = mesh
         self._host = offload
         _set_dtypes(model, policy)
         options: dict[str, Any] = {"mesh": mesh, "offload_policy": OffloadPolicy()}
@@ -172,12 +171,6 @@ class Fsdp2:
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-    def dtensor(self, part: Part, local: torch.Tensor) -> DTensor:
-        stride = torch.empty(part.shape, device="meta").stride()
-        return DTensor.from_local(
-            local, self._mesh, [Shard(0)], run_check=False, shape=torch.Size(part.shape), stride=stride
-        )
 
 
 def _set_dtypes(model: nn.Module, policy: Policy) -> None:

@@ -110,9 +110,9 @@ def test_a_stop_and_resume_without_lost_work() -> None:
     hands = Hands()
     first = hands.clock()
     spend(hands, first, load=2, train=10, save=1)
-    checkpoint = first.state_dict()
+    checkpoint = first.table()
     spend(hands, first, save=0.5)
-    last, last_unix = first.state_dict(), hands.unix
+    last, last_unix = first.table(), hands.unix
     hands.pass_(100)
     second = hands.clock()
     spend(hands, second, load=4)
@@ -150,9 +150,9 @@ def test_a_kill_moves_superseded_work_to_lost() -> None:
     hands = Hands()
     first = hands.clock()
     spend(hands, first, train=10, save=1)
-    checkpoint = first.state_dict()
+    checkpoint = first.table()
     spend(hands, first, train=6, eval=2)
-    last, last_unix = first.state_dict(), hands.unix
+    last, last_unix = first.table(), hands.unix
     hands.pass_(3)  # more work, then a kill: the last line of the log was the last sign of life
     alive = hands.unix
     hands.pass_(50)
@@ -193,7 +193,7 @@ def test_a_kill_after_lost_work_adds_up() -> None:
     hands = Hands()
     first = hands.clock()
     spend(hands, first, train=10)
-    checkpoint = first.state_dict()
+    checkpoint = first.table()
     spend(hands, first, train=3)
     record, at = first.table(), hands.unix
     second = hands.clock()
@@ -224,7 +224,7 @@ def test_c106_a_session_rate_counts_this_session_alone() -> None:
     for _ in range(5):
         spend(hands, first, train=1)
     second = hands.clock()
-    second.resume(first.state_dict(), first.state_dict(), hands.unix)
+    second.resume(first.table(), first.table(), hands.unix)
     rate = Rate(second, warmup=0)
     for _ in range(5):
         spend(hands, second, train=2)

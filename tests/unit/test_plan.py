@@ -168,7 +168,13 @@ def test_reducing_at_the_last_micro_batch_keeps_whole_gradients() -> None:
 
 def test_offload_moves_the_states_to_the_host() -> None:
     found, peak, _ = rows(asked(offload="all"), shape())
-    assert {r.row for r in found if r.host} == {"parameters", "gradients", "moments", "optimizer_temporaries", "snapshot"}
+    assert {r.row for r in found if r.host} == {
+        "parameters",
+        "gradients",
+        "moments",
+        "optimizer_temporaries",
+        "snapshot",
+    }
     assert rows(asked(), shape())[1] - peak >= 12 * shape().total // 8
 
 

@@ -30,7 +30,7 @@ def named(job: Job, status: int, rank: int | None, reason: str, within_s: float 
     assert recorded["reason"].startswith(reason)
     assert reason in job.err.splitlines()[-1]
     end = left(job).events("end")[-1]
-    assert (end["rank"], end["session"], end["step"]) == (rank, job.session, recorded["step"])
+    assert (end["rank"], end["session"], end["step"]) == (rank or 0, job.session, recorded["step"])
     return recorded
 
 

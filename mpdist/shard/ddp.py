@@ -8,7 +8,8 @@ One rank alone needs neither buckets nor hooks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -59,6 +60,7 @@ class Ddp:
         self._grads: list[torch.Tensor] | None = None
         self._buckets: list[_Bucket] = self._build_buckets() if ranks > 1 else []
         self._poisoned = False
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" and ranks > 1 else None
 
     # -- set-up -----------------------------------------------------------------------------------------------
 
@@ -154,8 +156,19 @@ class Ddp:
                     bucket.views[name].zero_()
             elif self.every and bucket.addend is None:
                 bucket.addend = torch.zeros_like(bucket.total)
-            bucket.wait = self.wire.start_add_replicas(bucket.total if bucket.addend is None else bucket.addend)
+            with self._beside():
+                bucket.wait = self.wire.start_add_replicas(bucket.total if bucket.addend is None else bucket.addend)
             self._next += 1
+
+    @contextlib.contextmanager
+    def _beside(self) -> Iterator[None]:
+        """On a GPU, work for the wire is queued on a stream of its own, behind what is queued so far and beside backward."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
 
     def after_backward(self, last: bool) -> None:
         if self._ranks == 1:
@@ -168,13 +181,17 @@ class Ddp:
                         bucket.views[name].zero_()
             return
         self._start_full_buckets(finish=True)
+        with self._beside():
+            for bucket in self._buckets:
+                assert bucket.wait is not None
+                bucket.wait()
+                bucket.wait = None
+                if bucket.addend is not None:
+                    bucket.total.add_(bucket.addend)
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
         for bucket in self._buckets:
-            assert bucket.wait is not None
-            bucket.wait()
-            bucket.wait = None
-            if bucket.addend is not None:
-                bucket.total.add_(bucket.addend)
-                bucket.addend = None
+            bucket.addend = None  # only now may its memory be used again
 
     def _add_alone(self) -> None:
         """One rank: autograd adds FP32 gradients by itself; 16-bit ones are added in FP32 here."""

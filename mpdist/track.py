@@ -275,7 +275,7 @@ class Progress:
         line = f"{self._place(step)}{rest}  {self._figures}".rstrip()
         width = max(20, _columns(self._stream) - 1)
         if len(line) > width:  # whole figures only
-            line = line[: width + 1].rpartition("  ")[0].rstrip() or line[:width]
+            line = line[: width + 2].rpartition("  ")[0].rstrip() or line[:width]
         self._write("\r" + line + " " * max(0, self._shown - len(line)))
         self._shown = len(line)
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import math
 import os
+import pty
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -444,6 +448,17 @@ def test_one_live_line_on_a_terminal() -> None:
     assert text.endswith("\n")
     assert "step  8/10 [################....]" in text
     assert "left" in text
+
+
+def test_the_live_line_holds_whole_figures_as_far_as_the_terminal_is_wide() -> None:
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 70, 0, 0))
+    with open(theirs, "w") as console, open(ours, "rb"):
+        log = Terminal()  # what a rank writes to is its log and the terminal at once
+        log.console = console  # type: ignore[attr-defined]
+        progress = Progress(10, log)
+        progress.row(row(8, **FIGURES))
+    assert log.getvalue().endswith("left  loss 0.1250  lr 1.00e-04")
 
 
 def test_nan_and_unknown_totals_are_shown() -> None:

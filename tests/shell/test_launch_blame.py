@@ -135,6 +135,13 @@ def test_errors_that_only_say_that_a_peer_is_gone(error: Exception, lost: bool) 
     assert watch.lost_peer(error) is lost
 
 
+def test_an_error_that_all_ranks_raise_is_the_one_ranks_where_it_arose() -> None:
+    own, told = CheckpointError("no space left on rank 1"), CheckpointError("no space left on rank 1")
+    told.shared = True
+    assert not watch.lost_peer(own)
+    assert watch.lost_peer(told)
+
+
 def test_a_rank_records_what_happens_to_it(tmp_path: Path) -> None:
     record = watch.report_rank(tmp_path, 1, 3)
     assert watch.read_reports(tmp_path / "sessions/0001")[3].step is None

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mpdist import shipped
 from mpdist.data.prepare import prepare
 from mpdist.data.records import Source
 from mpdist.data.tokens import tokenizer_folder
@@ -56,7 +57,7 @@ def from_config(config: Config, say: Callable[[str], None]) -> tuple[Path, Path 
 
     def one(sources: Any) -> Path:
         return prepare(
-            [Source(s.path, s.format, s.split, s.weight, dict(s.fields)) for s in sources],
+            [Source(_here_or_shipped(s.path), s.format, s.split, s.weight, dict(s.fields)) for s in sources],
             tokenizer=tokenizer,
             seq_len=data.seq_len,
             packing=data.packing,
@@ -72,6 +73,15 @@ def from_config(config: Config, say: Callable[[str], None]) -> tuple[Path, Path 
         )
 
     return one(data.train), one(data.eval) if data.eval else None
+
+
+def _here_or_shipped(path: str) -> str:
+    """The demo's data come with mpdist: where the working folder has no `configs/data/...`, the installed one is meant."""
+    if path.startswith("configs/data/") and not Path(path).exists():
+        installed = shipped.root() / path
+        if installed.exists():
+            return str(installed)
+    return path
 
 
 def embedding_rows(config: Config) -> int | None:

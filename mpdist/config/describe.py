@@ -120,7 +120,8 @@ def describe(annotation: Any, metadata: list[Any] | None = None) -> str:
 def _one(annotation: Any, metadata: list[Any]) -> str:
     annotation, metadata = _plain(annotation, metadata)
     if any(getattr(m, "func", None) is schema._duration for m in metadata):
-        return "a length of time such as 10m"
+        most = next((m.le for m in metadata if getattr(m, "le", None) is not None), None)
+        return "a length of time such as 10m" + (f", at most {most / 86400:g}d" if most else "")
     if any(isinstance(m, AfterValidator) and m.func is schema._checkpointing for m in metadata):
         return "none, full, selective or 'every N'"
     if any(isinstance(m, AfterValidator) and m.func is schema._folder_name for m in metadata):

@@ -38,6 +38,9 @@ def parse(text: str, where: str, line_numbers: bool = True) -> Tree:
         reason = " ".join(part for part in (error.context, error.problem) if part)
         tree.problems.append(UsageError(f"{at} is not YAML", reason, "correct the line, or the ones just above it"))
         return tree
+    except RecursionError:
+        tree.problems.append(UsageError(f"{where} is not usable YAML", "it is nested too deeply", "write it flat"))
+        return tree
     except (YAMLError, ValueError) as error:
         tree.problems.append(
             UsageError(f"{where} is not YAML", str(error).splitlines()[0], "save it as plain UTF-8 text")

@@ -67,6 +67,7 @@ Seconds = Annotated[
 ]
 Texts = Annotated[tuple[Text, ...], Strict(False)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+ScaleValue = Annotated[float, Field(ge=1e-18, le=1e18)]  # so that a scaled loss, and what undoes it, fit into FP32
 Natural = Annotated[int, Field(ge=0)]
 Attempts = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Strict(False), Field(min_length=1)]
 
@@ -95,7 +96,9 @@ class Source(Section):
     path: Text = Field(description="A jsonl, parquet or txt file, a folder saved by datasets, or a hub id.")
     format: Literal["text", "prompt_completion", "messages"] = Field("text", description="What a record holds.")
     split: Text | None = Field(None, description="The split of a hub id or a datasets folder.")
-    weight: float = Field(1.0, gt=0, description="How many times an epoch goes through this source; 0.5 is half of it.")
+    weight: float = Field(
+        1.0, gt=0, le=1e6, description="How many times an epoch goes through this source; 0.5 is half of it."
+    )
     fields: dict[str, Text] = Field(
         default_factory=dict, description="Other names for a record's fields, such as {prompt: question}."
     )
@@ -110,7 +113,7 @@ class Data(Section):
     tokenizer: Text = Field(
         "model", description="model (the one beside the weights), bytes (one id a byte), or a folder or hub id."
     )
-    seq_len: int = Field(512, ge=2, description="Tokens in a row.")
+    seq_len: int = Field(512, ge=2, le=10**9, description="Tokens in a row.")
     packing: Literal["none", "concat", "best_fit"] = Field(
         "best_fit", description="How documents share a row; they never see each other."
     )
@@ -138,11 +141,11 @@ class Scale(Section):
     mode: Literal["auto", "dynamic", "static", "off"] = Field(
         "auto", description="auto: dynamic where compute or wire is fp16, else off. static keeps init."
     )
-    init: float = Field(65536.0, gt=0, description="The first loss scale.")
+    init: ScaleValue = Field(65536.0, description="The first loss scale.")
     growth: float = Field(2.0, gt=1, description="The factor after `interval` windows without an overflow.")
     backoff: float = Field(0.5, gt=0, lt=1, description="The factor after an overflow.")
     interval: int = Field(2000, ge=1, description="Windows without an overflow before the scale grows.")
-    floor: float = Field(1.0, gt=0, description="The scale never falls below this.")
+    floor: ScaleValue = Field(1.0, description="The scale never falls below this.")
     patience: int = Field(20, ge=1, description="Consecutive non-finite windows before the run ends with status 5.")
     on_overflow: Literal["retry", "next"] = Field(
         "retry",
@@ -204,7 +207,7 @@ class Optim(Section):
     name: Literal["adamw"] = Field("adamw", description="The optimizer.")
     lr: float = Field(2e-5, ge=0, description="The peak learning rate.")
     betas: Annotated[tuple[Beta, Beta], Strict(False)] = Field((0.9, 0.95), description="Decay of the two moments.")
-    eps: float = Field(1e-8, gt=0, description="Added to the root of the second moment.")
+    eps: float = Field(1e-8, ge=1e-30, description="Added to the root of the second moment.")
     weight_decay: float = Field(0.1, ge=0, description="Decoupled weight decay, scaled by the learning rate.")
     decay: Literal["matrices", "all"] = Field(
         "matrices", description="What decays: matrices and embeddings, or everything."
@@ -278,7 +281,9 @@ class Launch(Section):
         "auto", description="Ranks on each node; auto is one a GPU, or one on a machine without."
     )
     nodes: int = Field(1, ge=1, description="Nodes; the world is ranks x nodes.")
-    timeout: Seconds = Field(600.0, description="How long a collective or a missing rank is waited for, such as 10m.")
+    timeout: Seconds = Field(
+        600.0, le=7 * 86400, description="How long a collective or a missing rank is waited for, such as 10m."
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto takes the GPUs where there are any.")
     port: Literal["auto"] | Annotated[int, Field(ge=1, le=65535)] = Field(
         "auto", description="The rendezvous port; auto takes a free one on one node and a fixed one on several."

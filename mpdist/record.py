@@ -116,7 +116,7 @@ class RunDir:
     def last_session(self) -> int:
         """Number of the newest session, 0 if there is none."""
         folder = self.path / "sessions"
-        numbers = [int(p.name) for p in folder.iterdir() if p.name.isdigit()] if folder.is_dir() else []
+        numbers = [int(p.name) for p in folder.iterdir() if p.name.isdecimal()] if folder.is_dir() else []
         return max(numbers, default=0)
 
     def start_session(self, env: Mapping[str, Any] | None = None) -> int:
@@ -290,6 +290,8 @@ def open_run(resolved: Resolved, plan: Mapping[str, Any]) -> tuple[RunDir, str]:
         if mode != "finished":
             run._look_back()
             run.claim()
+            if run.previous.get("state") == "done":  # else a kill during start-up would leave the new budget as spent
+                run.status(state="running")
             run.freeze(resolved.to_yaml(), plan)
     except OSError as error:  # another user's folder, a file in the path's middle
         what = f"{error.filename or run.path}: {error.strerror}"

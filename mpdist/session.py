@@ -168,17 +168,20 @@ class Session:
                 self.clock.resume(None, status.get("time"), status.get("time_at"), self.run.last_alive)
             return
         parts, state = self.parts, found.state
+        own = found.path.parent == self.run.checkpoints
+        if own:
+            self.check_data(found)
         own_rng = restore.load(found, parts.engine, parts.optimizer, parts.module)
         parts.window.load(state["window_state"])
         fired = self.count.fired
         self.count = Progressed(**{**state["count"], "best": number(state["count"]["best"]), "fired": fired})
-        if found.path.parent == self.run.checkpoints:
+        if own:
             self.saved_step = found.step
         self.seconds = state["clock"].get("train", 0.0)
         if self.first:
             status = self.run.previous  # by now the launcher may have written a new one
             self.clock.resume(state["clock"], status.get("time"), status.get("time_at"), self.run.last_alive,
-                              superseded=status.get("step", 0) > found.step or status.get("state") == "running")  # fmt: skip
+                              superseded=(status.get("step") or 0) > found.step or status.get("state") == "running")  # fmt: skip
             where = (parts.window.step, parts.window.attempt)
             self.run.event("load", *where, reason=str(found.path))
             note = (
@@ -188,6 +191,15 @@ class Session:
             )
             self.run.event("resume", *where, reason=f"from {found.path.name}{note}", changes=self.run.changes)
             self.say(f"resumed from {found.path.name}{note}")
+
+    def check_data(self, found: restore.Found) -> None:
+        """The same windows go on only over the same rows: files may have changed under their unchanged names."""
+        then, now = found.state.get("data") or {}, self.parts.facts["data"]
+        changed = [f"data.{part}" for part, digest in now.items() if then.get(part, digest) != digest]
+        if changed:
+            raise UsageError(f"{' and '.join(changed)}: what the files hold has changed since {found.path.name} of this run",
+                             "its windows would hold other rows than those that it has trained on and has left",
+                             f"put the files back, or start a new run with checkpoint.resume={found.path}")  # fmt: skip
 
     def find(self, mode: str) -> restore.Found | None:
         """Collective. The checkpoint to go on from, its files digested by all ranks together."""
@@ -212,7 +224,7 @@ class Session:
 
     def fired_before(self) -> list[str]:
         path = self.run.events_path
-        return [e["reason"] for e in read_lines(path) if e["event"] == "drill"] if path.exists() else []
+        return [e["reason"] for e in read_lines(path) if e.get("event") == "drill"] if path.exists() else []
 
     # -- what follows an attempt --------------------------------------------------------------------------------
 
@@ -310,6 +322,10 @@ class Session:
             loss = total.item() / labels if labels else math.nan
             parts.module.train()
         self.evaluated_step = parts.window.step
+        if not labels:
+            self.warn(
+                f"the first {parts.eval_rows} rows of data.eval hold no label token, so eval/loss is nan; raise eval.rows"
+            )
         if loss < self.count.best:
             self.count.best, self.count.best_step = loss, parts.window.step
         if self.first:

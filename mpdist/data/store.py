@@ -70,7 +70,7 @@ def open_rows(folder: str | Path) -> Rows:
             raise ValueError(f"rows.bin has {size} bytes, not {12 * tokens}, or the index is another's")
         # a plain ndarray over the map: slicing a np.memmap costs ten times as much
         data = np.asarray(np.memmap(folder / "rows.bin", dtype=np.int32, mode="r", shape=(3, tokens)))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
         raise UsageError(
             f"the prepared data in {folder} cannot be used", str(error), "delete the folder; it is made anew"
         ) from None

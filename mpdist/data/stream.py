@@ -102,8 +102,8 @@ class Stamps:
     def __init__(self, cache: Path) -> None:
         self.path = cache / "stamps.json"
         try:
-            self.known: dict[str, Any] = json.loads(self.path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            self.known: dict[str, Any] = dict(json.loads(self.path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
             self.known = {}
         self.grown = False
 

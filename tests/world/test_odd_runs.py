@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import shutil
 from collections.abc import Callable
 from datetime import timedelta
@@ -10,7 +12,7 @@ from typing import Any
 
 import pytest
 import worlds
-from tiny import Result, same, timeless, train
+from tiny import Result, same, timeless, train, write_text
 
 pytestmark = pytest.mark.world
 
@@ -85,3 +87,56 @@ def test_a_rank_that_hangs_is_not_waited_for_longer_than_the_timeout(tmp_path: P
     drill = {"hang_at": {"attempt": 2, "rank": 1}}
     with pytest.raises(AssertionError, match=r"(?s)rank 0 failed.*Timed out"):
         train(tmp_path, 2, shard={"engine": "ddp"}, drill=drill, launch__timeout="3s", timeout=60)
+
+
+def test_a_run_whose_data_files_changed_under_their_names_is_not_resumed(tmp_path: Path) -> None:
+    write_text(tmp_path / "held.jsonl", 20)
+    held = {"data__eval": [{"path": str(tmp_path / "held.jsonl")}], "eval": {"rows": 8}}
+    first = train(tmp_path, 1, budget__steps=2, optim__horizon=8, **held)
+    text = (tmp_path / "train.jsonl").read_text()
+    write_text(tmp_path / "train.jsonl", 120, seed=1)
+    changed = train(tmp_path, 2, budget__steps=4, optim__horizon=8, **held)
+    assert [status for status, _ in changed.ends] == [2, 2]
+    assert changed.message.startswith("data.train: what the files hold has changed since step-00000002")
+    (tmp_path / "train.jsonl").write_text(text)
+    write_text(tmp_path / "held.jsonl", 20, seed=1)
+    assert "data.eval: what" in train(tmp_path, 1, budget__steps=4, optim__horizon=8, **held).message
+    here = {"every": 0, "resume": str(first.folder / "checkpoints" / "step-00000002")}
+    assert train(tmp_path, 1, name="new", budget__steps=4, optim__horizon=8, checkpoint=here, **held).status == 0
+    write_text(tmp_path / "held.jsonl", 20)
+    assert train(tmp_path, 1, budget__steps=4, optim__horizon=8, **held).status == 0
+
+
+def test_an_end_while_a_larger_budget_starts_up_does_not_leave_the_run_as_finished(tmp_path: Path) -> None:
+    train(tmp_path, 1, budget__steps=2, optim__horizon=8)
+    text = (tmp_path / "train.jsonl").read_text()
+    (tmp_path / "train.jsonl").write_text("broken")
+    # Under the tests' harness nobody records this end, as nobody records a kill.
+    assert train(tmp_path, 1, budget__steps=4, optim__horizon=8).status == 2
+    (tmp_path / "train.jsonl").write_text(text)
+    again = train(tmp_path, 1, budget__steps=4, optim__horizon=8)
+    assert again.column("step") == [1, 2, 3, 4]
+
+
+def test_evaluation_rows_without_a_label_token_are_warned_of(tmp_path: Path) -> None:
+    rows = [{"prompt": "a" * 100, "completion": "b"}, {"prompt": "a", "completion": "b"}]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"path": str(path), "format": "prompt_completion"}
+    changes = {"data__eval": [source], "data__train": [source], "data__loss_on": "completion", "budget__steps": 1}
+    run = train(tmp_path, 1, data__too_long="truncate", data__packing="none", eval={"rows": 1}, **changes)
+    assert run.status == 0, run.message
+    assert math.isnan(run.column("eval/loss", "eval")[0])
+    assert "the first 1 rows of data.eval hold no label token" in run.events("warning")[-1]["reason"]
+
+
+def test_broken_leftovers_in_the_data_cache_are_named_or_made_anew(tmp_path: Path) -> None:
+    assert train(tmp_path, 1, budget__steps=1).status == 0
+    cache = tmp_path / "runs" / ".data"
+    (cache / "stamps.json").write_text("[1]")
+    assert train(tmp_path, 1, name="stamps", budget__steps=1).status == 0
+    bounds = next(cache.rglob("bounds.npy"))
+    bounds.write_bytes(b"")
+    broken = train(tmp_path, 1, name="bounds", budget__steps=1)
+    assert broken.status == 2
+    assert f"the prepared data in {bounds.parent} cannot be used" in broken.message

@@ -65,16 +65,3 @@ def parse_duration(text: str | int | float) -> float:
         "a length of time is numbers with units, largest first: d, h, m, s, ms; or a number of seconds",
         "write it like 10m or 2h30m",
     )
-
-
-def format_duration(seconds: float) -> str:
-    """9000 -> '2h30m', 90.5 -> '1m30s', 4.25 -> '4.2s'."""
-    if seconds < 60:
-        return f"{seconds:.1f}s"
-    whole = round(seconds)
-    parts = []
-    for unit, size in (("d", 86400), ("h", 3600), ("m", 60), ("s", 1)):
-        count, whole = divmod(whole, size)
-        if count:
-            parts.append(f"{count}{unit}")
-    return "".join(parts[:2])

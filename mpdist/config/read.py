@@ -84,7 +84,7 @@ class _Builder:
             if type(key_node).__name__ != "ScalarNode":
                 self._problem(self.at(key_node), "a key that is not a word", "write `key: value`")
                 continue
-            key = str(key_node.value)
+            key = _joined(str(key_node.value))
             if key in result:
                 name = ".".join((*path, key))
                 first = self.tree.origins[(*path, key)]
@@ -99,17 +99,25 @@ class _Builder:
         tag = str(node.tag)
         if not tag.startswith("tag:yaml.org,2002:"):
             self._problem(self.at(node), f"the tag {tag} has no meaning here", "remove the tag")
-            return node.value
+            return _joined(node.value)
         # A date is not a type of ours: `name: 2024-01-01` is text.
         if tag.rsplit(":", 1)[1] in ("null", "bool", "int", "float"):
             try:
                 return self.constructor.construct_object(node)
             except ValueError:
                 return node.value
-        return node.value
+        return _joined(node.value)
 
     def _problem(self, what: str, why: str, do: str) -> None:
         self.tree.problems.append(UsageError(what, why, do))
+
+
+def _joined(text: str) -> str:
+    """JSON writes a character beyond 16 bits as two escapes, of which YAML makes two halves of a character."""
+    try:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16")
+    except UnicodeDecodeError:  # a half without its other half: whoever uses the text says that it is none
+        return text
 
 
 def merge(parent: Tree, child: Tree) -> Tree:

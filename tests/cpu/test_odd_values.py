@@ -35,3 +35,13 @@ def test_a_file_nested_without_end_is_refused(tmp_path: Path, text: str) -> None
     path.write_text(text)
     with pytest.raises(ConfigError, match="nested too deeply"):
         load(path)
+
+
+def test_a_json_file_may_escape_characters_beyond_16_bits(tmp_path: Path) -> None:
+    name = "l\u00e4uf \U0001f642"
+    path = config(tmp_path, name=name)
+    assert "\\ud83d\\ude42" in path.read_text()
+    assert load(path).config.name == name
+    path.write_text(path.read_text().replace("\\ude42", ""))
+    with pytest.raises(ConfigError, match="name = "):
+        load(path)

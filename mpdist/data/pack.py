@@ -58,6 +58,8 @@ def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     distinct lengths and not with that of documents: a million documents take about a second.
     """
     bins = np.empty(len(lengths), dtype=np.int64)
+    if not len(lengths):  # a source of which every record was dropped
+        return bins
     order = np.argsort(-lengths, kind="stable")
     sizes, firsts = np.unique(-lengths[order], return_index=True)
     groups = np.split(order, firsts[1:])

@@ -143,6 +143,18 @@ def test_too_long(tmp_path: Path, packing: str) -> None:
         assert rows.token_counts.sum() == 75 + 101
 
 
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_a_source_of_which_nothing_is_left_takes_no_row(tmp_path: Path, packing: str) -> None:
+    for name, text in (("long", "x" * 50), ("short", "y" * 5)):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    settings: dict[str, Any] = {"tokenizer": "bytes", "seq_len": 8, "packing": packing, "too_long": "drop"}
+    both = [Source(str(tmp_path / name)) for name in ("long.jsonl", "short.jsonl")]
+    rows = open_rows(prepare(both, cache=tmp_path / "c", say=lambda _: None, **settings))
+    assert [report["rows"] for report in rows.report["sources"]] == [0, 1]
+    with pytest.raises(UsageError, match="0 of 1 rows have loss tokens"):
+        prepare(both[:1], cache=tmp_path / "c", say=lambda _: None, **settings)
+
+
 def test_auto_is_an_error_for_prompts_and_completions(tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps({"prompt": "p" * 100, "completion": "c"}))

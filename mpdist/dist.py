@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from mpdist.errors import MachineError, MpdistError
+from mpdist.errors import MachineError, MpdistError, UsageError
 from mpdist.world import World
 
 
@@ -103,6 +103,24 @@ def on_first(act: Callable[[], _T]) -> _T:
         outcome[1].shared = dist.get_rank() != 0
         raise outcome[1]
     return outcome[0]
+
+
+def same_everywhere(values: Mapping[str, Any], what: str) -> None:
+    """Collective. Raises UsageError, alike on all ranks, naming what differs from rank 0's values."""
+    first: list[Any] = [dict(values)]
+    dist.broadcast_object_list(first, src=0)
+    keys = sorted(set(first[0]) | set(values))
+    mine = [(key, first[0].get(key), values.get(key)) for key in keys if first[0].get(key) != values.get(key)]
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    for rank, found in enumerate(ranks):
+        if found:
+            listed = "; ".join(f"{key} = {there} on rank 0 and {here} on rank {rank}" for key, there, here in found[:5])
+            error = UsageError(f"the ranks were started with different {what}: {listed}",
+                               "each would train its own way, and their sum would be neither",
+                               "start all nodes with the same configuration and installation")  # fmt: skip
+            error.shared = dist.get_rank() != 0
+            raise error
 
 
 def together(act: Callable[[], _T]) -> list[_T]:

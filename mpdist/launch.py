@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpdist import blame, watch
-from mpdist.errors import MachineError
+from mpdist.errors import MachineError, UsageError
 from mpdist.place import Place, check_machine, device_memory, find_place, origin_of
 from mpdist.supervise import Child, say
 
@@ -110,6 +111,7 @@ def _follow(resolved: Resolved, place: Place, worker: Sequence[str]) -> int:
                 "start node 0, and set out_dir to a folder that all nodes see",
             )
         time.sleep(0.5)
+    _check_same(resolved, run_dir.config_path)
     env = {**os.environ, "OMP_NUM_THREADS": str(place.threads)}
     env.pop(watch.SESSION, None)
     say(f"node {place.node_rank} of {place.nodes}: joining {run_dir.path}, OMP_NUM_THREADS={place.threads}")
@@ -123,6 +125,23 @@ def _follow(resolved: Resolved, place: Place, worker: Sequence[str]) -> int:
         shutil.move(log, kept)
         child.log = kept
     return _conclude(run_dir, child, status)
+
+
+def _check_same(resolved: Resolved, frozen: Path) -> None:
+    """This node trains by the run's frozen configuration: what its own command asks for otherwise would be lost."""
+    from mpdist.config import leaves, load
+
+    there, here = dict(leaves(load(frozen).values())), dict(leaves(resolved.values()))
+    keys = sorted(key for key in there.keys() | here.keys() if not key.startswith("launch.") and key != "out_dir")
+    odd = [
+        f"{key} = {there.get(key)} there and {here.get(key)} here" for key in keys if there.get(key) != here.get(key)
+    ]
+    if odd:
+        raise UsageError(
+            f"this node asks for another run than {frozen}: {'; '.join(odd[:5])}",
+            "all nodes of a run train by the configuration of node 0",
+            "give the same configuration and overrides on every node",
+        )
 
 
 def _own_session(run_dir: RunDir, token: str) -> Path | None:
@@ -247,6 +266,11 @@ def _unexplained(status: Mapping[str, Any], torchrun_status: int, log: str) -> b
         reason = str(status.get("reason"))
         return blame.Failure(status.get("rank"), reason, reason, int(status["exit"]))
     busy = "EADDRINUSE" in log or "Address already in use" in log
+    met = re.search(r"(\d+)/(\d+) clients joined", log)
+    if met:
+        reason = f"only {met[1]} of {met[2]} nodes came to the meeting point within launch.timeout"
+        text = f"{reason}\n  do:  start `mpdist launch` on every node (--node-rank 0 to {int(met[2]) - 1}), or raise launch.timeout"
+        return blame.Failure(None, reason, text, MachineError.status)
     reason = f"torchrun ended with status {torchrun_status} and no rank has said why"
     if busy:
         reason = "the rendezvous port was taken while torchrun started"

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from mpdist import checkpoint, diagnose, ledger, restore
 from mpdist.assemble import assemble, save_hf, switches, worlds_plan
 from mpdist.clock import Clock, Rate
-from mpdist.dist import on_first, pick_device, start, stop
+from mpdist.config import leaves
+from mpdist.dist import on_first, pick_device, same_everywhere, start, stop
 from mpdist.drill import Drill
 from mpdist.env import environment
 from mpdist.errors import CheckpointError, Diverged, Preempted, UsageError
@@ -34,6 +35,9 @@ from mpdist.worker import STOP
 if TYPE_CHECKING:
     from mpdist.config import Resolved
     from mpdist.worker import Seat
+
+
+_OWN_KEYS = ("launch.address", "launch.port", "out_dir")  # what each node may name in its own way
 
 
 @dataclass
@@ -80,6 +84,9 @@ class Session:
         cfg, seat = self.cfg, self.seat
         switches(cfg, self.device)
         start(seat.world, self.device, timedelta(seconds=cfg.launch.timeout))
+        # A node that was started with another override, or has another version installed, must not take part unseen.
+        same_everywhere({k: v for k, v in leaves(self.resolved.values()) if k not in _OWN_KEYS}, "settings")
+        same_everywhere(environment()["versions"], "versions")
         planned = worlds_plan(self.resolved, seat.world, self.device)
         self.plan, self.ledger_plan = planned.to_json(), planned.ledger()
         session, mode = on_first(self.open_directory)

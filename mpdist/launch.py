@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpdist import blame, watch
 from mpdist.errors import MachineError, UsageError
+from mpdist.inputs import check_inputs
 from mpdist.place import Place, check_machine, device_memory, find_place, origin_of
 from mpdist.supervise import Child, say
 
@@ -55,6 +56,7 @@ def run(
     say(plan.text())
     plan.require_fit()
     check_machine(resolved, place)
+    check_inputs(resolved)
     if place.node_rank:
         return _follow(resolved, place, worker)
     from mpdist.record import open_run

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpdist import shipped
 from mpdist.data.prepare import prepare
 from mpdist.data.records import Source
 from mpdist.data.tokens import tokenizer_folder
 from mpdist.errors import UsageError
+from mpdist.inputs import here_or_shipped, looks_local
 
 if TYPE_CHECKING:
     from mpdist.config import Config, Resolved
@@ -55,9 +55,12 @@ def from_config(config: Config, say: Callable[[str], None]) -> tuple[Path, Path 
     vocab_rows = embedding_rows(config)
     cache = Path(data.cache).expanduser() if data.cache else Path(config.out_dir).expanduser() / ".data"
 
-    def one(sources: Any) -> Path:
+    def one(part: str, sources: Any) -> Path:
         return prepare(
-            [Source(_here_or_shipped(s.path), s.format, s.split, s.weight, dict(s.fields)) for s in sources],
+            [
+                Source(here_or_shipped(s.path), s.format, s.split, s.weight, dict(s.fields), f"data.{part}.{i}.path")
+                for i, s in enumerate(sources)
+            ],
             tokenizer=tokenizer,
             seq_len=data.seq_len,
             packing=data.packing,
@@ -72,23 +75,14 @@ def from_config(config: Config, say: Callable[[str], None]) -> tuple[Path, Path 
             say=say,
         )
 
-    return one(data.train), one(data.eval) if data.eval else None
-
-
-def _here_or_shipped(path: str) -> str:
-    """The demo's data come with mpdist: where the working folder has no `configs/data/...`, the installed one is meant."""
-    if path.startswith("configs/data/") and not Path(path).exists():
-        installed = shipped.root() / path
-        if installed.exists():
-            return str(installed)
-    return path
+    return one("train", data.train), one("eval", data.eval) if data.eval else None
 
 
 def embedding_rows(config: Config) -> int | None:
     """Rows of the model's embedding as its config says, or None where it does not."""
     shape: dict[str, Any] | None = config.model.config
     if shape is None and config.model.path is not None:
-        folder = tokenizer_folder(config.model.path, config.model.revision)
+        folder = tokenizer_folder(config.model.path, config.model.revision, "model.path")
         try:
             shape = json.loads(((folder or Path()) / "config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -127,7 +121,7 @@ def fetch_model(config: Config, say: Callable[[str], None]) -> Path | None:
 
 def _is_local(path: str) -> bool:
     """Whether a path is a folder or a file here. A GGUF file or a path to nowhere is refused with its reason."""
-    if Path(path).expanduser().exists() or path.startswith(("/", ".", "~")) or path.count("/") > 1:
-        tokenizer_folder(path)
+    if Path(path).expanduser().exists() or looks_local(path):
+        tokenizer_folder(path, key="model.path")
         return True
     return False

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpdist.errors import UsageError
+from mpdist.inputs import FILE_SUFFIXES, looks_local
 
 FORMATS: dict[str, tuple[str, ...]] = {
     "text": ("text",),
@@ -34,8 +35,6 @@ FORMATS: dict[str, tuple[str, ...]] = {
 OPTIONAL: dict[str, tuple[str, ...]] = {"messages": ("tools",)}
 _decode = json.JSONDecoder().raw_decode
 IN_MESSAGE = ("role", "content")
-JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
-FILE_SUFFIXES = (*JSON_SUFFIXES, ".parquet", ".txt")
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,8 @@ class Source:
     """One source of records.
 
     ``fields`` renames: ``{"prompt": "question"}`` reads the record's ``question`` as the prompt. ``weight`` is how
-    often each of its rows is seen in an epoch (0.5: half of them, drawn anew each epoch).
+    often each of its rows is seen in an epoch (0.5: half of them, drawn anew each epoch). ``key`` is what messages call
+    its path.
     """
 
     path: str
@@ -51,6 +51,7 @@ class Source:
     split: str | None = None
     weight: float = 1.0
     fields: Mapping[str, str] = field(default_factory=dict)
+    key: str = "path"
 
 
 class Bad(NamedTuple):
@@ -102,16 +103,17 @@ def locate(source: Source) -> Located:
     elif any(c in source.path for c in "*?["):
         files = [p for p in map(Path, sorted(glob.glob(str(path), recursive=True))) if p.is_file()]
         if not files:
-            raise UsageError(f"path = {source.path}", "no file matches this pattern")
-    elif path.suffix.lower() in FILE_SUFFIXES or source.path.startswith(("/", ".", "~")) or source.path.count("/") > 1:
-        raise UsageError(f"path = {source.path}", f"there is no such file or folder (seen from {Path.cwd()})")
+            raise UsageError(f"{source.key} = {source.path}", "no file matches this pattern", "correct the pattern")
+    elif path.suffix.lower() in FILE_SUFFIXES or looks_local(source.path):
+        why = f"there is no such file or folder (seen from {Path.cwd()})"
+        raise UsageError(f"{source.key} = {source.path}", why, "correct the path")
     else:
         return Located(source, (), None)
     for file in files:
         if file.suffix.lower() not in FILE_SUFFIXES:
-            raise UsageError(f"path = {file}", f"a data file ends in one of {', '.join(FILE_SUFFIXES)}")
+            raise UsageError(f"{source.key} = {file}", f"a data file ends in one of {', '.join(FILE_SUFFIXES)}")
         if source.format != "text" and file.suffix.lower() == ".txt":
-            raise UsageError(f"path = {file}", f"a .txt file is one text, it has no {FORMATS[source.format][0]!r}")
+            raise UsageError(f"{source.key} = {file}", f"a .txt file is one text, it has no {FORMATS[source.format][0]!r}")
     if source.split is not None:
         raise UsageError(
             f"split = {source.split!r} of {source.path}", "a file has no splits", "take split away, or name a data set"
@@ -312,7 +314,7 @@ def load_dataset(located: Located) -> Any:
     except Exception as error:  # the library raises whatever its loaders and the network raise
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UsageError(
-            f"path = {source.path} cannot be loaded as a data set",
+            f"{source.key} = {source.path} cannot be loaded as a data set",
             f"{type(error).__name__}: {first}",
             "check the name and the split; a hub data set must have been fetched before, or the network must be there",
         ) from None

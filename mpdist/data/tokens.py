@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from mpdist.data.records import Bad
 from mpdist.errors import UsageError
+from mpdist.inputs import looks_local
 
 # {% generation %} marks what the assistant says. A line break after a block tag would be dropped by Jinja's
 # trim_blocks, hence the line breaks as values.
@@ -73,8 +74,11 @@ def byte_tokenizer() -> Any:
     return tokenizer
 
 
-def tokenizer_folder(name: str, revision: str | None = None) -> Path | None:
-    """The folder that holds a tokenizer's files, fetched from the hub if ``name`` is an id; None for ``bytes``."""
+def tokenizer_folder(name: str, revision: str | None = None, key: str = "data.tokenizer") -> Path | None:
+    """The folder that holds a tokenizer's files, fetched from the hub if ``name`` is an id; None for ``bytes``.
+
+    key: what gave the name, for messages.
+    """
     if name == "bytes":
         return None
     path = Path(name).expanduser()
@@ -82,14 +86,15 @@ def tokenizer_folder(name: str, revision: str | None = None) -> Path | None:
         path.is_dir() and any(path.glob("*.gguf")) and not any(path.glob("tokenizer*"))
     ):
         raise UsageError(
-            f"tokenizer = {name} is a GGUF file",
+            f"{key} = {name} is a GGUF file",
             "its weights are quantised: what is trained from it cannot be saved as it was, nor resumed exactly",
             "convert it first (load with gguf_file, copy into a plain model, save_pretrained), or take the original",
         )
     if path.is_dir():
         return path
-    if path.exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1:
-        raise UsageError(f"tokenizer = {name}", "it is neither bytes, nor a folder that exists, nor a hub id")
+    if path.exists() or looks_local(name):
+        why = "it is neither bytes, nor a folder that exists, nor a hub id"
+        raise UsageError(f"{key} = {name}", why, "correct the path; it is relative to the folder of the start")
     from huggingface_hub import snapshot_download
 
     try:  # what was fetched before is taken as it is: all ranks get the same, and none asks the hub
@@ -103,7 +108,7 @@ def tokenizer_folder(name: str, revision: str | None = None) -> Path | None:
     except Exception as error:  # the hub client raises its own, requests' and the operating system's errors
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UsageError(
-            f"tokenizer = {name} cannot be fetched", f"{type(error).__name__}: {first}",
+            f"{key} = {name} cannot be fetched", f"{type(error).__name__}: {first}",
             "name a folder, or run `mpdist prepare` where the hub can be reached",
         ) from None  # fmt: skip
 
@@ -137,7 +142,7 @@ def load_tokenizer(
         except Exception as error:  # AutoTokenizer raises nearly anything for a folder that it cannot read
             first = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise UsageError(
-                f"tokenizer = {name} cannot be loaded", f"{type(error).__name__}: {first}",
+                f"data.tokenizer = {name} cannot be loaded", f"{type(error).__name__}: {first}",
                 "it needs tokenizer.json or its class's files; code in it runs only with model.trust_remote_code: true",
             ) from None  # fmt: skip
     if chat_template is not None:

@@ -41,6 +41,27 @@ def dry_run(resolved: Resolved, capsys: pytest.CaptureFixture[str], **options: i
     return capsys.readouterr().out
 
 
+def test_what_is_not_there_is_found_before_a_run_directory_is_made(tmp_path: Path) -> None:
+    wrong = [
+        "data.eval=[{path: held/*.jsonl}, {path: owner/hub, format: messages}]",
+        "data.tokenizer=./tok",
+        "data.chat_template=chat.jinja",
+    ]
+    with pytest.raises(ConfigError) as caught:
+        launch.run(ask(tmp_path, "launch.device=cpu", *wrong))
+    assert len(caught.value.problems) == 4
+    line = CONFIG.splitlines().index(next(line for line in CONFIG.splitlines() if line.startswith("data"))) + 1
+    text = str(caught.value)
+    assert (
+        f"data.train.0.path = x.txt ({tmp_path / 'asked.yaml'}:{line})\n  why: there is no such file or folder" in text
+    )
+    assert "data.eval.0.path = held/*.jsonl (command line)\n  why: no file matches" in text
+    assert "data.tokenizer = ./tok (command line)" in text
+    assert "data.chat_template = chat.jinja (command line)" in text
+    assert "owner/hub" not in text
+    assert not (tmp_path / "runs").exists()
+
+
 # -- devices --------------------------------------------------------------------------------------------------------
 
 

@@ -35,6 +35,7 @@ class Launched:
 
     def __init__(self, folder: Path, fake: dict[str, Any], *overrides: str, ranks: int | str = 2) -> None:
         (folder / "asked.yaml").write_text(CONFIG)
+        (folder / "x.txt").write_text("a text")
         self.run = folder / "runs" / "a"
         env = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "MPDIST_"))}
         env["FAKE"] = json.dumps(fake)
@@ -42,7 +43,7 @@ class Launched:
         env.pop("OMP_NUM_THREADS", None)
         command = [sys.executable, str(HERE / "drive.py"), str(folder / "asked.yaml"), str(ranks)]
         self.process = subprocess.Popen(
-            [*command, f"out_dir={folder / 'runs'}", *overrides],
+            [*command, f"out_dir={folder / 'runs'}", f"data.train.0.path={folder / 'x.txt'}", *overrides],
             env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
         self.out = self.err = ""

@@ -36,6 +36,7 @@ LAYERS = {
     "watch": 2,
     "blame": 2,
     "supervise": 2,
+    "inputs": 2,
     "place": 2,
     "launch": 2,
     "assemble": 4,

@@ -1,0 +1,74 @@
+"""The files and folders that a configuration names: what counts as local, and which of them are not there.
+
+A launch looks before it makes a run directory or starts a rank: a mistyped path would otherwise cost the import of
+torch on every rank. Names that may be hub ids are left to whoever loads them.
+"""
+
+from __future__ import annotations
+
+import glob
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpdist import shipped
+from mpdist.errors import ConfigError, MpdistError, UsageError
+
+if TYPE_CHECKING:
+    from mpdist.config import Resolved
+
+JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+FILE_SUFFIXES = (*JSON_SUFFIXES, ".parquet", ".txt")
+
+
+def looks_local(name: str) -> bool:
+    """Whether a name cannot be a hub id, which is `NAME` or `OWNER/NAME`."""
+    return name.startswith(("/", ".", "~")) or name.count("/") > 1
+
+
+def here_or_shipped(path: str) -> str:
+    """The demo's data come with mpdist: where the working folder has no `configs/data/...`, the installed one is meant."""
+    if path.startswith("configs/data/") and not Path(path).exists():
+        installed = shipped.root() / path
+        if installed.exists():
+            return str(installed)
+    return path
+
+
+def check_inputs(resolved: Resolved) -> None:
+    """Raises ConfigError with every local file or folder that the configuration names and that is not there."""
+    cfg = resolved.config
+    problems: list[MpdistError] = []
+
+    def report(key: str, value: str, why: str, do: str) -> None:
+        origin = resolved.origins.get(key, "config")
+        problems.append(UsageError(f"{key} = {value} ({origin})", f"{why} (seen from {Path.cwd()})", do))
+
+    path = cfg.model.path
+    if path is not None and looks_local(path) and not Path(path).expanduser().exists():
+        report("model.path", path, "there is no such folder", "correct the path, or make the model first")
+    for part in ("train", "eval"):
+        for number, source in enumerate(getattr(cfg.data, part)):
+            if why := _lacking(here_or_shipped(source.path)):
+                do = "correct the path; it is relative to the folder in which mpdist is started"
+                report(f"data.{part}.{number}.path", source.path, why, do)
+    name = cfg.data.tokenizer
+    if name not in ("model", "bytes") and looks_local(name) and not Path(name).expanduser().exists():
+        report("data.tokenizer", name, "there is no such folder", "give a folder that is there, a hub id, or bytes")
+    template = cfg.data.chat_template
+    if template is not None and not Path(template).expanduser().is_file():
+        report("data.chat_template", template, "there is no such file", "correct the path, or take the key out")
+    if problems:
+        raise ConfigError(problems)
+
+
+def _lacking(path: str) -> str | None:
+    """Why there is nothing to read at a local path; None if there is, or if it may be a hub id."""
+    here = Path(path).expanduser()
+    if here.exists():
+        return None
+    if any(c in path for c in "*?["):
+        found = any(Path(name).is_file() for name in glob.iglob(str(here), recursive=True))
+        return None if found else "no file matches this pattern"
+    if here.suffix.lower() in FILE_SUFFIXES or looks_local(path):
+        return "there is no such file or folder"
+    return None

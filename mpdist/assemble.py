@@ -157,6 +157,12 @@ def _engine(
     if policy.keep_fp32 and not kept:
         raise UsageError(f"precision.keep_fp32 = {list(policy.keep_fp32)} matches no module",
                          f"modules are named like {[n for n, _ in built.named_modules()][3]}", "use shell wildcards")  # fmt: skip
+    own = {id(block) for block in blocks}
+    around = [name for name, module in kept if any(id(part) in own for part in module.modules() if part is not module)]
+    if around:
+        raise UsageError(f"precision.keep_fp32 = {list(policy.keep_fp32)} keeps {around[0]}, which holds the model's blocks",
+                         f"nothing to speak of would be left for precision.compute: {cfg.precision.compute}",
+                         "use precision.compute: fp32, or patterns of blocks and what is in them, such as *.layers.0")  # fmt: skip
     inner = {id(module) for block in blocks for module in block.modules() if module is not block}
     within = [name for name, module in kept if id(module) in inner]
     if sharded and within and cfg.memory.checkpointing == "selective":

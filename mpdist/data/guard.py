@@ -39,9 +39,16 @@ def once(
     if found is not None:
         return found
     with _threads:
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise MachineError(
+                f"{folder} cannot be written: {error.strerror}",
+                "prepared data are kept there",
+                "set data.cache to a folder that can",
+            ) from None
         known = _failure(folder).get("id")
-        fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
         try:
             found = _acquire(fd, folder, ready, say)
             if found is not None:

@@ -24,3 +24,12 @@ def test_selective_checkpointing_with_kept_parts_in_blocks_is_refused_on_fsdp2_o
     whole = train(tmp_path, 1, name="whole", memory={"checkpointing": "selective"}, **{**KEPT, **block})
     assert plain.column("train/loss") == full.column("train/loss") == ddp.column("train/loss")
     assert whole.status == 0, whole.message
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("pattern", ["model", "*"])
+def test_what_holds_all_blocks_cannot_be_kept_in_fp32(tmp_path: Path, engine: str, pattern: str) -> None:
+    precision = {"compute": "bf16", "keep_fp32": [pattern]}
+    run = train(tmp_path, 1, precision=precision, shard={"engine": engine}, budget__steps=1)
+    assert run.status == 2
+    assert "keeps model, which holds the model's blocks" in run.message

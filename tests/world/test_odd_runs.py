@@ -140,3 +140,10 @@ def test_broken_leftovers_in_the_data_cache_are_named_or_made_anew(tmp_path: Pat
     broken = train(tmp_path, 1, name="bounds", budget__steps=1)
     assert broken.status == 2
     assert f"the prepared data in {bounds.parent} cannot be used" in broken.message
+
+
+def test_a_data_cache_that_cannot_be_written_is_the_machines_fault(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    run = train(tmp_path, 2, data__cache=str(tmp_path / "file" / "cache"), budget__steps=1)
+    assert [status for status, _ in run.ends] == [4, 4]
+    assert f"{tmp_path / 'file' / 'cache'} cannot be written" in run.message

@@ -236,7 +236,9 @@ class Session:
     # -- what follows an attempt --------------------------------------------------------------------------------
 
     def log(self, out: Outcome, last: bool) -> None:
-        window, count = self.parts.window, self.count
+        window, count, decision = self.parts.window, self.count, out.decision
+        if self.first and decision.scale_after != decision.scale:
+            self.run.event("scale", window.step, window.attempt, scale=decision.scale_after, before=decision.scale)
         logged = last or window.step % self.cfg.track.every == 0
         if self.progress is not None and not logged:
             self.progress.tick(window.step)
@@ -267,10 +269,6 @@ class Session:
                 )
         self.write(row)
         self.run.status(state="running", step=window.step, attempt=window.attempt, time=self.clock.table())
-        if out.decision.scale_after != out.decision.scale:
-            self.run.event(
-                "scale", window.step, window.attempt, scale=out.decision.scale_after, before=out.decision.scale
-            )
 
     def write(self, row: dict[str, Any]) -> None:
         self.run.metrics(row)

@@ -155,3 +155,9 @@ def test_a_stop_file_in_the_run_directory_stops_the_run_once(tmp_path: Path) -> 
     again = train(tmp_path, 2, budget__steps=6)
     assert again.status == 0, again.message
     assert timeless(again.rows()) == timeless(whole.rows())
+
+
+def test_growth_of_the_scale_is_an_event_also_between_logged_steps(tmp_path: Path) -> None:
+    run = train(tmp_path, 1, precision={"compute": "fp16", "scale": {"interval": 2}}, track__every=100, budget__steps=5)
+    moves = [(event["step"], event["before"], event["scale"]) for event in run.events("scale")]
+    assert moves == [(2, 65536.0, 131072.0), (4, 131072.0, 262144.0)]

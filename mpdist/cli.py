@@ -20,7 +20,8 @@ defaults. VALUE is read as YAML unless the key holds text; a list's element is d
 """
 _STATUSES = """\
 exit statuses: 0 done, 1 a bug, 2 usage or configuration, 3 does not fit, 4 the machine is wrong, 5 diverged,
-6 checkpoint, 75 stopped early with everything saved (launch again to go on)
+6 checkpoint, 75 stopped early with everything saved (launch again to go on),
+130 or 143 ended at once by a second Ctrl-C or TERM (launch again to go on from the last checkpoint)
 """
 
 
@@ -315,6 +316,7 @@ def reported(work: Callable[[], Any]) -> int:
         print(error, file=sys.stderr)
         return error.status
     except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
         return 130
 
 

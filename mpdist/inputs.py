@@ -16,8 +16,7 @@ from mpdist.errors import ConfigError, MpdistError, UsageError
 if TYPE_CHECKING:
     from mpdist.config import Resolved
 
-JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
-FILE_SUFFIXES = (*JSON_SUFFIXES, ".parquet", ".txt")
+FILE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".txt")
 
 
 def looks_local(name: str) -> bool:

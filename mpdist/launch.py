@@ -21,7 +21,7 @@ from mpdist import blame, watch
 from mpdist.errors import MachineError, UsageError
 from mpdist.inputs import check_inputs
 from mpdist.place import Place, check_machine, device_memory, find_place, origin_of
-from mpdist.supervise import Child, say
+from mpdist.supervise import Child, Heard, listening, say
 
 if TYPE_CHECKING:
     from mpdist.config import Resolved
@@ -66,7 +66,8 @@ def run(
         say(f"{run_dir.path} is finished: nothing to do")
         return 0
     try:
-        return _lead(run_dir, mode, place, worker, resolved.config.launch.timeout)
+        with listening() as heard:  # before the run is on record as running, so that its end will be
+            return _lead(run_dir, mode, place, worker, resolved.config.launch.timeout, heard)
     finally:
         run_dir.release()
 
@@ -81,7 +82,7 @@ def _plan(resolved: Resolved, place: Place) -> Plan:
     return make(resolved.config, shape, place.ranks, place.nodes, memory, origin_of(resolved), place.device)
 
 
-def _lead(run_dir: RunDir, mode: str, place: Place, worker: Sequence[str], timeout: float) -> int:
+def _lead(run_dir: RunDir, mode: str, place: Place, worker: Sequence[str], timeout: float, heard: list[Heard]) -> int:
     """The node of rank 0: it owns the run directory."""
     from mpdist.env import environment
 
@@ -92,7 +93,7 @@ def _lead(run_dir: RunDir, mode: str, place: Place, worker: Sequence[str], timeo
     say(f"{'resuming' if mode == 'resume' else 'running'} in {run_dir.path}, session {session}")
     say(f"OMP_NUM_THREADS={place.threads} ({place.threads_why})")
     env = {**os.environ, "OMP_NUM_THREADS": str(place.threads), watch.SESSION: str(session)}
-    child = Child(command, env, folder / "logs" / "torchrun.log")
+    child = Child(command, env, folder / "logs" / "torchrun.log", heard)
     status = child.run(lambda: folder)
     return _conclude(run_dir, child, status)
 
@@ -119,14 +120,15 @@ def _follow(resolved: Resolved, place: Place, worker: Sequence[str]) -> int:
     say(f"node {place.node_rank} of {place.nodes}: joining {run_dir.path}, OMP_NUM_THREADS={place.threads}")
     command = torchrun(place, worker, run_dir.config_path, cfg.launch.timeout)
     log = run_dir.path / f".torchrun-{place.node_rank:04d}.log"
-    child = Child(command, env, log)
-    status = child.run(lambda: _own_session(run_dir, child.token))
-    if session := _own_session(run_dir, child.token):
-        run_dir.session = int(session.name)
-        kept = session / "logs" / f"torchrun-{place.node_rank:04d}.log"
-        shutil.move(log, kept)
-        child.log = kept
-    return _conclude(run_dir, child, status)
+    with listening() as heard:
+        child = Child(command, env, log, heard)
+        status = child.run(lambda: _own_session(run_dir, child.token))
+        if session := _own_session(run_dir, child.token):
+            run_dir.session = int(session.name)
+            kept = session / "logs" / f"torchrun-{place.node_rank:04d}.log"
+            shutil.move(log, kept)
+            child.log = kept
+        return _conclude(run_dir, child, status)
 
 
 def _check_same(resolved: Resolved, frozen: Path) -> None:

@@ -37,21 +37,47 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
+Heard = tuple[int, float]  # a signal's number and when it came (time.monotonic)
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[list[Heard]]:
+    """Catch stop signals into the list that this gives, from before a run is on record until after its end is.
+
+    Main thread only.
+    """
+    heard: list[Heard] = []
+
+    def hear(number: int, _frame: FrameType | None) -> None:
+        heard.append((number, time.monotonic()))
+
+    before = {}
+    for number in watch.STOP_SIGNALS:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup's wish stands
+            before[number] = signal.signal(number, hear)
+    try:
+        yield heard
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 class Child:
     """The running torchrun and what is known of its ranks.
 
     deaths: when a local rank that is gone was last seen alive (unix time), by rank; only those not killed from here.
-    hard: the signal that asked for an end at once, if any.
+    hard: the signal that asked for an end at once, if any. heard: what `listening` has caught.
     """
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], log: Path) -> None:
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], log: Path, heard: list[Heard]) -> None:
         self.command, self.env, self.log = list(command), dict(env), log
         self.token = watch.own_token()
         self.reports: dict[int, watch.Report] = {}
         self.deaths: dict[int, float] = {}
         self.hard: int | None = None
         self.killed = False
-        self._heard: list[tuple[int, float]] = []
+        self._heard = heard
+        self._folder: Path | None = None
         self._asked = False
         self._asked_at = 0.0
         self._looked_at = 0.0
@@ -65,11 +91,11 @@ class Child:
         return report.launch == self.token
 
     def run(self, folder: Callable[[], Path | None]) -> int:
-        """Start, watch until the end, leave nothing behind; torchrun's exit status. Main thread only.
+        """Start, watch until the end, leave nothing behind; torchrun's exit status.
 
         folder: the session's folder, None while it is not known.
         """
-        with self._listening(), self.log.open("ab") as log:
+        with self.log.open("ab") as log:
             self._start(log)
             try:
                 while self._process.poll() is None:
@@ -95,21 +121,6 @@ class Child:
             preexec_fn=_prepare,  # safe here: one thread, and two system calls on the other side
         )
 
-    @contextlib.contextmanager
-    def _listening(self) -> Iterator[None]:
-        before = {}
-        for number in watch.STOP_SIGNALS:
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup's wish stands
-                before[number] = signal.signal(number, self._hear)
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _hear(self, number: int, _frame: FrameType | None) -> None:
-        self._heard.append((number, time.monotonic()))
-
     def _serve_signals(self) -> None:
         hard = [item for item in self._heard if item[0] in (signal.SIGINT, signal.SIGTERM)]
         second = next((n for n, at in hard[1:] if n == signal.SIGINT or at - hard[0][1] > _SAME_S), None)
@@ -126,6 +137,9 @@ class Child:
             self._asked = True
         if time.monotonic() - self._asked_at > _ASK_S:
             self._asked_at = time.monotonic()
+            if self._folder is not None:
+                with contextlib.suppress(OSError):  # a reason that lacks the signal's name is no reason not to stop
+                    (self._folder / watch.ASKED).write_text(f"{signal.Signals(self._heard[0][0]).name}\n")
             for report in self.reports.values():
                 if self.mine(report) and not report.end and report.alive:
                     _send(report.pid, signal.SIGUSR1)
@@ -134,7 +148,7 @@ class Child:
         now = time.monotonic()
         if folder is None or now - self._looked_at < _LOOK_S:
             return
-        self._looked_at = now
+        self._looked_at, self._folder = now, folder
         fresh = watch.read_reports(folder)
         if fresh.keys() - self.reports.keys() and self._asked:
             self._asked_at = 0.0  # a rank that has only now said who it is

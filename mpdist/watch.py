@@ -8,6 +8,10 @@ Files of a session, written by each rank alone:
     sessions/0001/ranks/00001.end.json     how it left: `proper` where the run was over, or not
     sessions/0001/logs/rank-00001.log      all that it wrote to stdout and stderr
 
+and by the launcher, before it asks its ranks to stop:
+
+    sessions/0001/asked                    the name of the signal that it got itself
+
 A rank without the last two was killed by a signal or left by os._exit. Standard library only: workers use this
 before they import torch.
 """
@@ -37,6 +41,7 @@ from mpdist.lines import dump, read_json, write_atomic
 
 SESSION = "MPDIST_SESSION"  # the session's number, from the launcher to its workers
 LAUNCH = "MPDIST_LAUNCH"  # host:pid:start of the launcher; marks every process that it started
+ASKED = "asked"  # a session's file: the signal that the launcher got, for the reason that the run records
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _SAME_S = 1.0  # Slurm and torchrun both pass a TERM on: two within this time are one
 _PR_SET_PDEATHSIG = 1
@@ -153,7 +158,7 @@ class Stop:
         return self
 
     def _heard(self, number: int, _frame: FrameType | None) -> None:
-        self.asked = self.asked or signal.Signals(number).name
+        self.asked = self.asked or self._why(number)
         if number not in (signal.SIGINT, signal.SIGTERM):
             return
         now = time.monotonic()
@@ -163,6 +168,12 @@ class Stop:
             if self._rank is not None:
                 self._rank.failed(_EndedAtOnce(f"ended at once by a second {signal.Signals(number).name}"))
             os._exit(128 + number)
+
+    def _why(self, number: int) -> str:
+        passed_on = ""
+        if number == signal.SIGUSR1 and self._rank is not None:  # the launcher's way to ask, whatever it got itself
+            passed_on = read_text_tail(self._rank.folder.parent / ASKED).strip()
+        return f"{passed_on} to mpdist launch" if passed_on else signal.Signals(number).name
 
 
 class _EndedAtOnce(MpdistError):

@@ -50,10 +50,10 @@ def _session(run_dir: Path) -> int:
 def _steps(fake: dict, run: RunDir, record: watch.Rank, stop: watch.Stop, meet: Path, ranks: int) -> int:
     for step in range(1, fake.get("steps", 3) + 1):
         if stop.asked:
-            (meet / "wish").touch()
+            (meet / "wish").write_text(stop.asked)
         _agree(meet, run, step, ranks)
         if (meet / f"stop-{step}").exists():
-            return _end(run, record, "preempted", step - 1, 75)
+            return _end(run, record, "preempted", step - 1, 75, f"stopped by {stop.asked}")
         record.at(step - 1, step)
         kind, at = fake.get("faults", {}).get(str(run.rank), ["", 0])
         if at == step:
@@ -98,10 +98,10 @@ def _fault(kind: str) -> None:
         time.sleep(1000)
 
 
-def _end(run: RunDir, record: watch.Rank, state: str, step: int, status: int) -> int:
+def _end(run: RunDir, record: watch.Rank, state: str, step: int, status: int, reason: str | None = None) -> int:
     time.sleep(SAVE_S)
     if run.rank == 0:
-        run.status(state=state, step=step, attempt=step, exit=status)
+        run.status(state=state, step=step, attempt=step, exit=status, reason=reason)
         print(f"{state} at step {step}", flush=True)
     record.ended(status)
     return status

@@ -290,6 +290,7 @@ def test_c96_a_signal_to_the_launcher_stops_all_ranks_at_one_step(start: Start, 
     run.process.send_signal(signal.Signals[f"SIG{name}"])
     stopped(run)
     assert f"SIG{name}: stopping at the next step boundary" in run.out
+    assert run.status()["reason"] == f"stopped by SIG{name} to mpdist launch"
 
 
 def test_c96_a_signal_to_one_rank_stops_all(start: Start) -> None:
@@ -311,6 +312,14 @@ def test_c96_a_signal_that_comes_before_the_ranks_do(start: Start) -> None:
     until(lambda: bool(run.alive()))
     run.process.send_signal(signal.SIGUSR1)
     stopped(run)
+
+
+def test_c96_a_signal_right_after_the_run_is_on_record(start: Start) -> None:
+    run = start({"steps": 1000, "sleep": 0.02})
+    until((run.run / "status.json").exists)
+    run.process.send_signal(signal.SIGINT)
+    stopped(run)
+    assert run.status()["reason"] == "stopped by SIGINT to mpdist launch"
 
 
 @pytest.mark.parametrize("name", ["TERM", "INT"])

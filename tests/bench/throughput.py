@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import os
 import statistics
 import sys
@@ -216,7 +217,16 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=6, help="blocks of each arm")
     parser.add_argument("--steps", type=int, default=12, help="steps of a block")
     parser.add_argument("--head", action="store_true", help="only the loss head")
+    parser.add_argument("--calls", action="store_true", help="only Python calls a step, against the bare loop, as JSON")
     asked = parser.parse_args()
+    if asked.calls:
+        with tempfile.TemporaryDirectory() as text:
+            ours = Mpdist(Path(text), asked.hidden, asked.layers)
+            bare = Bare(asked.hidden, asked.layers, ours.batches(50))
+            ours.steps(5)
+            bare.steps(5)
+            print(json.dumps({"mpdist": calls(ours.steps), "bare": calls(bare.steps)}))
+        return
     if asked.head:
         for name, value in head().items():
             print(f"{name:24} {value:.3f}")

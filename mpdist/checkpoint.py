@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mpdist.errors import CheckpointError
-from mpdist.lines import dump, sync_folder, write_atomic
+from mpdist.lines import dump, sync_folder, write_atomic, written_openly
 from mpdist.model import persistent_buffers
 from mpdist.optim import Optimizer
 from mpdist.shard import Engine, Part
@@ -187,7 +187,8 @@ def write(
         from safetensors.torch import save_file
 
         fault()
-        save_file(snapshot.rng, aside / "rng" / f"{rank:05d}.safetensors")
+        rng = aside / "rng" / f"{rank:05d}.safetensors"
+        written_openly(rng, lambda: save_file(snapshot.rng, rng))
         if rank == 0:
             (aside / "state.json").write_text(dump(snapshot.state) + "\n")
 

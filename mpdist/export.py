@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from mpdist.errors import CheckpointError, UsageError
+from mpdist.lines import written_openly
 from mpdist.precision import DTYPES
 from mpdist.restore import Found, candidates, newest, open_checked
 
@@ -107,7 +108,7 @@ def _write(found: Found, folder: Path, dtype: torch.dtype) -> int:
 
 def _flush(shard: dict[str, torch.Tensor], folder: Path, number: int, save_file: Any) -> Path:
     path = folder / f"part-{number:05d}.safetensors"
-    save_file(shard, path, metadata={"format": "pt"})
+    written_openly(path, lambda: save_file(shard, path, metadata={"format": "pt"}))
     shard.clear()
     return path
 

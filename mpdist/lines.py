@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +115,14 @@ def write_atomic(path: Path, text: str) -> None:
             f"{path}: cannot be written: {error.strerror or error}", do="make room, or check the permissions"
         ) from error
     sync_folder(path.parent)
+
+
+def written_openly(path: Path, write: Callable[[], None]) -> None:
+    """Have a library write a file that it would keep to its owner (safetensors does): the umask decides instead."""
+    path.touch()
+    mode = path.stat().st_mode & 0o777
+    write()
+    path.chmod(mode)
 
 
 def sync_folder(path: Path) -> None:

@@ -113,6 +113,9 @@ def test_c75_labels_are_shifted_once(tmp_path: Path) -> None:
     ids = torch.tensor([tokenizer("1231").input_ids])
     following = made.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0)[0, ids.shape[1] :]
     assert tokenizer.decode(following) == "231"
+    (tmp_path / "plain").touch()
+    written = [tmp_path / "export" / "model.safetensors", *run.folder.glob("checkpoints/step-*/rng/*")]
+    assert {path.stat().st_mode for path in written} == {(tmp_path / "plain").stat().st_mode}, "the umask decides"
 
 
 def influence(_: int, cache: str, data: str, packing: str, model_type: str) -> tuple[int, float, float]:

@@ -198,11 +198,17 @@ class Window:
 
     def state(self) -> dict[str, float | int]:
         values = asdict(self)
-        return {key: values[key] for key in self._STATE}
+        return {key: values[key] for key in (*self._STATE, "dynamic")}
 
     def load(self, state: dict[str, float | int]) -> None:
+        """The counters of a checkpoint, and its scale where it moved there and moves here.
+
+        A new run may begin from a checkpoint of another precision: a scale of 1 from there would lose FP16 gradients.
+        """
+        moves = self.dynamic and bool(state.get("dynamic", True))
         for key in self._STATE:
-            setattr(self, key, type(getattr(self, key))(state[key]))
+            if moves or key not in ("scale", "good"):
+                setattr(self, key, type(getattr(self, key))(state[key]))
 
 
 # Beyond this the scaled loss of one token leaves FP32's range too easily; GradScaler has no bound and reaches inf.

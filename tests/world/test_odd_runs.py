@@ -147,3 +147,20 @@ def test_a_data_cache_that_cannot_be_written_is_the_machines_fault(tmp_path: Pat
     run = train(tmp_path, 2, data__cache=str(tmp_path / "file" / "cache"), budget__steps=1)
     assert [status for status, _ in run.ends] == [4, 4]
     assert f"{tmp_path / 'file' / 'cache'} cannot be written" in run.message
+
+
+def test_a_new_run_of_another_precision_begins_with_its_own_loss_scale(tmp_path: Path) -> None:
+    def branch(name: str, source: Result, **precision: Any) -> list[float]:
+        here = {"every": 0, "resume": str(source.folder)}
+        run = train(tmp_path, 1, name=name, precision=precision, budget__steps=4, optim__horizon=8, checkpoint=here)
+        assert run.status == 0, run.message
+        return run.column("scale/value")
+
+    plain = train(tmp_path, 1, name="plain", budget__steps=2, optim__horizon=8)
+    moving = {"compute": "fp16", "scale": {"init": 1024.0, "interval": 1}}
+    half = train(tmp_path, 1, name="half", precision=moving, budget__steps=2, optim__horizon=8)
+    assert half.column("scale/value") == [1024.0, 2048.0]
+    assert branch("to-half", plain, compute="fp16") == [65536.0, 65536.0]
+    assert branch("to-static", plain, compute="fp16", scale={"mode": "static", "init": 512.0}) == [512.0, 512.0]
+    assert branch("to-plain", half, compute="fp32") == [1.0, 1.0]
+    assert branch("goes-on", half, compute="fp16") == [4096.0, 4096.0]

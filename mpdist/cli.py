@@ -59,6 +59,18 @@ def _with_world(parser: _Parser) -> None:
     parser.add_argument("--nodes", type=_positive, metavar="N", help="nodes (default: launch.nodes)")
 
 
+def _with_memory(parser: _Parser) -> None:
+    parser.add_argument("--memory", metavar="BYTES", help="a rank's memory to judge by, such as 80GiB")
+
+
+def _memory(arguments: argparse.Namespace) -> int | None:
+    if arguments.memory is None:
+        return None
+    from mpdist.units import parse_bytes
+
+    return parse_bytes(arguments.memory)
+
+
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
@@ -98,8 +110,10 @@ def _launch(argv: Sequence[str]) -> int:
     _with_config(parser)
     _with_world(parser)
     parser.add_argument("--node-rank", type=_natural, metavar="N", help="this node's number (default: Slurm's, else 0)")
+    _with_memory(parser)
     parser.add_argument("--dry-run", action="store_true", help="print config, plan and command line; start nothing")
     arguments = _parse(parser, argv)
+    memory = _memory(arguments)
     resolved = _load(arguments)
     from mpdist import launch
 
@@ -109,6 +123,7 @@ def _launch(argv: Sequence[str]) -> int:
         nodes=arguments.nodes,
         node_rank=arguments.node_rank,
         dry_run=arguments.dry_run,
+        memory_bytes=memory,
     )
 
 
@@ -121,14 +136,10 @@ def _plan(argv: Sequence[str]) -> int:
     )
     _with_config(parser)
     _with_world(parser)
-    parser.add_argument("--memory", metavar="BYTES", help="a rank's memory to judge by, such as 80GiB")
+    _with_memory(parser)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     arguments = _parse(parser, argv)
-    memory = None
-    if arguments.memory is not None:
-        from mpdist.units import parse_bytes
-
-        memory = parse_bytes(arguments.memory)
+    memory = _memory(arguments)
     resolved = _load(arguments)
     from mpdist import plan
 

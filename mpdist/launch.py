@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpdist import blame, watch
-from mpdist.errors import MachineError, UsageError
+from mpdist.errors import DoesNotFit, MachineError, UsageError
 from mpdist.inputs import check_inputs
-from mpdist.place import Place, check_machine, device_memory, find_place, origin_of
+from mpdist.place import Place, check_machine, device_memory, find_place, host_memory, origin_of
 from mpdist.supervise import Child, Heard, listening, say
+from mpdist.units import format_bytes
 
 if TYPE_CHECKING:
     from mpdist.config import Resolved
@@ -39,16 +40,18 @@ def run(
     nodes: int | None = None,
     node_rank: int | None = None,
     dry_run: bool = False,
+    memory_bytes: int | None = None,
     worker: Sequence[str] = ("-m", "mpdist"),
 ) -> int:
     """Launch a run and wait for its end; the exit status that its status.json records.
 
     ranks, nodes: as launch.ranks and launch.nodes, which they replace; ranks are per node. node_rank: this node's
-    number where there are several (default: Slurm's, else 0). worker: what torchrun starts, the config's path follows.
+    number where there are several (default: Slurm's, else 0). memory_bytes: a rank's, for the plan's verdict (default:
+    what the GPUs have). worker: what torchrun starts, the config's path follows.
     Raises UsageError, DoesNotFit or MachineError before anything is started. Main thread only.
     """
     place = find_place(resolved, ranks, nodes, node_rank, os.environ)
-    plan = _plan(resolved, place)
+    plan = _plan(resolved, place, memory_bytes)
     if dry_run:
         print(describe(resolved, plan, place, worker))
         plan.require_fit()
@@ -56,6 +59,7 @@ def run(
     say(plan.text())
     plan.require_fit()
     check_machine(resolved, place)
+    _check_host(plan, resolved, place)
     check_inputs(resolved)
     if place.node_rank:
         return _follow(resolved, place, worker)
@@ -72,14 +76,33 @@ def run(
         run_dir.release()
 
 
-def _plan(resolved: Resolved, place: Place) -> Plan:
+def _plan(resolved: Resolved, place: Place, memory: int | None) -> Plan:
     from mpdist import arch
     from mpdist.plan import make
 
     model = resolved.config.model
     shape = arch.look(model.path, model.config, model.revision)
-    memory = device_memory() if place.device == "cuda" else None
+    if memory is None and place.device == "cuda":
+        memory = device_memory()
     return make(resolved.config, shape, place.ranks, place.nodes, memory, origin_of(resolved), place.device)
+
+
+def _check_host(plan: Plan, resolved: Resolved, place: Place) -> None:
+    """CPU ranks share the host's memory, and may not be what was meant. Raises DoesNotFit for what cannot be held."""
+    if place.device != "cpu":
+        return
+    if resolved.config.launch.device == "auto":
+        say("warning: no GPU is visible on this node, so these are CPU ranks; launch.device=cpu says that it is meant")
+    memory = host_memory()
+    if plan.states_bytes is None or memory is None:
+        return
+    whole = place.ranks * plan.states_bytes
+    if whole > memory:
+        raise DoesNotFit(
+            f"the states of {place.ranks} CPU ranks need {format_bytes(whole)}, and this host has {format_bytes(memory)}",
+            f"each holds {format_bytes(plan.states_bytes)} of parameters, gradients and moments, in host memory",
+            "run it where there are GPUs, on more nodes, or with a smaller model",
+        )
 
 
 def _lead(run_dir: RunDir, mode: str, place: Place, worker: Sequence[str], timeout: float, heard: list[Heard]) -> int:

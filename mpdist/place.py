@@ -53,7 +53,11 @@ def find_place(
     if node_rank is None:
         node_rank = int(env.get("SLURM_NODEID") or 0) if nodes > 1 else 0
     if node_rank >= nodes:
-        problems.append(UsageError(f"--node-rank {node_rank}", f"there are {nodes} nodes, from 0", "set --nodes too"))
+        numbers = f"0 to {nodes - 1}" if nodes > 1 else "0"
+        why = f"with {nodes} node{'s' * (nodes != 1)} it has to be {numbers}"
+        problems.append(
+            UsageError(f"--node-rank {node_rank}", why, f"give {numbers}, or set --nodes to what there are")
+        )
     first = None
     if listed := env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST"):
         first = first_host(listed)
@@ -101,6 +105,18 @@ def device_memory() -> int | None:
         return min((int(line) for line in answer.split()), default=0) * 2**20 or None
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
+
+
+def host_memory() -> int | None:
+    """Bytes of this host's memory, or of the control group's share of it; None if the system does not say."""
+    try:
+        found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return None
+    try:
+        return min(found, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):  # no such group, or `max`
+        return found
 
 
 def granted_cores(env: Mapping[str, str]) -> int:

@@ -30,10 +30,11 @@ def parse_bytes(text: str | int) -> int:
     match = re.fullmatch(rf"({_NUMBER})\s*([a-zA-Z]*)", text.strip())
     factor = _BYTES.get(match[2].lower() or "b") if match else None
     if match is None or factor is None:
+        short = match is not None and match[2].lower() in ("k", "m", "g", "t")  # of 1000 or of 1024?
         raise UsageError(
             f"{text!r} is not an amount of memory",
             "it takes a number and a unit: B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (of 1024)",
-            "write it like 80GiB",
+            f"did you mean {match[1]}{match[2].upper()}iB?" if match and short else "write it like 80GiB",
         )
     return round(float(match[1]) * factor)
 

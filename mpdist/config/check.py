@@ -54,6 +54,15 @@ _OTHER_NAMES = {
     "nproc_per_node": "launch.ranks",
     "nnodes": "launch.nodes",
 }
+_OTHER_WORDS = {
+    "float16": "fp16",
+    "half": "fp16",
+    "f16": "fp16",
+    "bfloat16": "bf16",
+    "float32": "fp32",
+    "float": "fp32",
+    "f32": "fp32",
+}
 _SECRET_NAMES = ("token", "use_auth_token", "secret_key", "passwd", "apikey")
 _SECRET_ENDS = (
     *("api_key", "access_key", "private_key", "password", "secret", "credential", "credentials"),
@@ -249,6 +258,8 @@ def _problem(tree: Tree, path: Path, kind: str, message: str) -> MpdistError:
     do = f"give {name} {key.expects}" if kind == "value_error" else "correct the value, or take the key out"
     if isinstance(value, str) and value.lower() in ("yes", "no", "on", "off") and "true or false" in key.expects:
         do = f"YAML 1.2 reads {value} as text; write {'true' if value.lower() in ('yes', 'on') else 'false'}"
+    elif isinstance(value, str) and _OTHER_WORDS.get(value.lower(), "-") in key.expects:
+        do = f"did you mean {_OTHER_WORDS[value.lower()]}?"
     elif isinstance(value, str):
         close = difflib.get_close_matches(value.lower(), key.expects.replace(",", " ").split(), n=1, cutoff=0.6)
         if close and close[0] not in ("or", "whole", "number", "text"):
@@ -301,4 +312,5 @@ def origin(tree: Tree, path: Path) -> str:
     for end in range(len(path), 0, -1):
         if path[:end] in tree.origins:
             return tree.origins[path[:end]]
-    return "default"
+    # A section that was made for a key below it is where that key is.
+    return next((where for known, where in tree.origins.items() if known[: len(path)] == path), "default")

@@ -12,7 +12,7 @@ import pytest
 
 from mpdist import launch, place
 from mpdist.config import Resolved, load
-from mpdist.errors import ConfigError, MachineError
+from mpdist.errors import ConfigError, DoesNotFit, MachineError
 
 CONFIG = """
 name: a
@@ -60,6 +60,24 @@ def test_what_is_not_there_is_found_before_a_run_directory_is_made(tmp_path: Pat
     assert "data.chat_template = chat.jinja (command line)" in text
     assert "owner/hub" not in text
     assert not (tmp_path / "runs").exists()
+
+
+def test_cpu_ranks_that_the_host_cannot_hold_do_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch, "host_memory", lambda: 2**20)
+    monkeypatch.setattr(place, "visible_devices", lambda env: 0)
+    with pytest.raises(DoesNotFit, match=r"the states of 2 CPU ranks need .*, and this host has 1.00 MiB"):
+        launch.run(ask(tmp_path, "model.config.hidden_size=64", "model.config.intermediate_size=256"), ranks=2)
+    assert "warning: no GPU is visible on this node, so these are CPU ranks" in capsys.readouterr().out
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_verdict_may_be_asked_for_a_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(DoesNotFit):
+        launch.run(ask(tmp_path), dry_run=True, memory_bytes=1000)
+    assert "fits       NO" in capsys.readouterr().out
+    assert launch.run(ask(tmp_path), dry_run=True, memory_bytes=2**30) == 0
 
 
 # -- devices --------------------------------------------------------------------------------------------------------
@@ -202,7 +220,7 @@ def test_under_slurm_the_dry_run_shows_hosts_nodes_and_ranks(
 
 
 def test_a_node_rank_outside_the_nodes_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--node-rank 2"):
+    with pytest.raises(ConfigError, match=r"--node-rank 2\n.*with 2 nodes it has to be 0 to 1"):
         launch.run(ask(tmp_path, "launch.address=n1"), nodes=2, node_rank=2, dry_run=True)
 
 

@@ -110,7 +110,15 @@ def test_options_may_stand_among_the_overrides(good: Path, monkeypatch: pytest.M
     monkeypatch.setattr(launch, "run", run)
     arguments = ["launch", str(good), "optim.lr=1e-3", "--ranks", "2", "batch.micro=4", "--dry-run"]
     assert cli.main(arguments) == 75
-    assert seen == {"ranks": 2, "nodes": None, "node_rank": None, "dry_run": True, "lr": 1e-3, "micro": 4}
+    assert seen == {
+        "ranks": 2,
+        "nodes": None,
+        "node_rank": None,
+        "dry_run": True,
+        "memory_bytes": None,
+        "lr": 1e-3,
+        "micro": 4,
+    }
 
 
 def test_expected_errors_have_their_status_and_bugs_their_traceback(capsys: pytest.CaptureFixture[str]) -> None:

@@ -174,6 +174,17 @@ def test_a_value_close_to_a_right_one_is_suggested(good: Path) -> None:
     assert problem.do == "did you mean cosine?"
 
 
+@pytest.mark.parametrize(("word", "ours"), [("float16", "fp16"), ("Float32", "fp32"), ("bfloat16", "bf16")])
+def test_other_words_for_a_dtype_lead_to_ours(good: Path, word: str, ours: str) -> None:
+    (problem,) = problems(good, f"precision.compute={word}")
+    assert problem.do == f"did you mean {ours}?"
+
+
+def test_a_section_that_the_command_line_made_comes_from_there(good: Path) -> None:
+    (problem,) = problems(good, "optm.lr=1")
+    assert problem.what == "optm (command line)"
+
+
 @pytest.mark.parametrize(
     "override",
     [

@@ -29,6 +29,12 @@ def test_what_is_not_bytes_is_refused_with_an_example(text: str) -> None:
     assert "80GiB" in caught.value.do
 
 
+def test_a_unit_of_one_letter_is_asked_about() -> None:
+    with pytest.raises(UsageError) as caught:
+        parse_bytes("80G")
+    assert caught.value.do == "did you mean 80GiB?"
+
+
 @pytest.mark.parametrize(
     ("text", "seconds"),
     [

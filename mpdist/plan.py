@@ -16,7 +16,7 @@ from typing import Any
 from mpdist.arch import Arch, Unknown, look, model_flops_per_token
 from mpdist.config import Config, Resolved, check_world
 from mpdist.errors import ConfigError, DoesNotFit, MpdistError, UsageError
-from mpdist.plan_memory import MARGIN, Asked, Row, loss_chunk_rows, rows
+from mpdist.plan_memory import BEYOND, MARGIN, Asked, Row, loss_chunk_rows, rows
 from mpdist.plan_traffic import Traffic, traffic
 from mpdist.units import format_bytes
 
@@ -142,7 +142,7 @@ class Plan:
         raise DoesNotFit(
             f"the plan needs {format_bytes(self.peak_bytes)} a rank and there are {format_bytes(self.memory_bytes)}",
             f"the peak is at {self.peak_moment}; `mpdist plan` shows what holds it",
-            "; or ".join(do) if do else "use more ranks, larger devices or a smaller model",
+            "; or ".join(do if any(s.fits for s in self.suggestions) else [*do, BEYOND]),
         )
 
 
@@ -335,9 +335,9 @@ def run(resolved: Resolved, *, ranks: int | None, nodes: int | None, memory_byte
 
 
 def _suggest(asked: Asked, arch: Arch, memory: int) -> list[Suggestion]:
-    """What to change, cheapest in speed first: each change alone, then together until the plan fits.
+    """What to change, cheapest in speed first: each change alone, and the first of them together that fit.
 
-    Where it fits already: the largest micro-batch that fits with the estimate's margin to spare.
+    Together only without one that fits alone. Where it fits already: the largest micro-batch that fits with the estimate's margin to spare.
     """
 
     def tried(change: str, trial: Asked) -> Suggestion:
@@ -349,19 +349,18 @@ def _suggest(asked: Asked, arch: Arch, memory: int) -> list[Suggestion]:
         room = (1 - MARGIN) * memory
         larger = [m for m in _micros(asked) if m > asked.micro and rows(replace(asked, micro=m), arch)[1] <= room]
         return [tried(f"batch.micro={max(larger)}", replace(asked, micro=max(larger)))] if larger else []
-    found, together, changes = [], asked, []
+    found = [tried(change, replace(asked, **values)) for change, values in _changes(asked)]
+    found = [alone for alone in found if alone.peak_bytes < peak]
+    enough = {alone.change for alone in found if alone.fits}
+    together, settings = asked, dict[str, str]()
     for change, values in _changes(asked):
-        alone = tried(change, replace(asked, **values))
-        if alone.peak_bytes < peak:
-            found.append(alone)
-        if rows(replace(together, **values), arch)[1] < rows(together, arch)[1]:
-            together = replace(together, **values)
-            changes.append(change)
-            if len(changes) > 1:
-                both = tried(" ".join(changes), together)
-                if both.fits:
-                    found.append(both)
-                    break
+        if change in enough or rows(replace(together, **values), arch)[1] >= rows(together, arch)[1]:
+            continue
+        together = replace(together, **values)
+        settings |= dict(setting.split("=", 1) for setting in change.split(" "))  # a later value of a key replaces it
+        both = tried(" ".join(f"{key}={value}" for key, value in settings.items()), together)
+        if both.fits:
+            return [*found, both]
     return found
 
 
@@ -383,16 +382,21 @@ def _changes(asked: Asked) -> list[tuple[str, dict[str, Any]]]:
             out.append(("reduce.when=every", {"when": "every"}))
     if asked.checkpointing == "none":
         out.append(("memory.checkpointing=selective", {"checkpointing": "selective"}))
-    for micro in sorted((m for m in _micros(asked) if m < asked.micro), reverse=True)[:2]:
+    smaller = sorted((m for m in _micros(asked) if m < asked.micro), reverse=True)
+    for micro in smaller[:2]:
         out.append((f"batch.micro={micro}", {"micro": micro}))
     if asked.checkpointing != "full":
         out.append(("memory.checkpointing=full", {"checkpointing": "full"}))
     if asked.replicas > 1:
         out.append(("shard.replicas=1", {"replicas": 1}))
-    if asked.micro > 1 and 1 in _micros(asked):
+    if 1 in smaller[2:]:
         out.append(("batch.micro=1", {"micro": 1}))
     if asked.compute == "fp32":
         out.append(("precision.compute=bf16", {"compute": "bf16"}))
-    if asked.engine == "fsdp2" and asked.offload == "none" and asked.device == "cuda":
-        out.append(("shard.offload=all", {"offload": "all"}))
+    if asked.device == "cuda" and asked.offload == "none":
+        if asked.engine == "fsdp2":
+            out.append(("shard.offload=all", {"offload": "all"}))
+        elif asked.ranks > 1:
+            sharded = {"engine": "fsdp2", "stage": 3, "offload": "all"}
+            out.append(("shard.engine=fsdp2 shard.stage=3 shard.offload=all", sharded))
     return out

@@ -19,6 +19,7 @@ MIB = 2**20
 CHUNK_BYTES, CHUNK_LEAST = 64 * MIB, 128
 # What the estimate may be off by: activations of eager layers are counted, kernels' workspaces and fragmentation not.
 MARGIN = 0.1
+BEYOND = "more ranks, a shorter data.seq_len, larger devices or a smaller model"  # where no other setting is enough
 # What the allocator does not see: CUDA context, kernels and communicator buffers; or the libraries of a CPU process.
 OVERHEAD = {"cuda": 2048 * MIB, "cpu": 640 * MIB}
 

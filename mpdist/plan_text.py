@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mpdist.plan_memory import MARGIN
+from mpdist.plan_memory import BEYOND, MARGIN
 from mpdist.units import format_bytes
 
 if TYPE_CHECKING:
@@ -83,6 +83,8 @@ def _memory(plan: Plan) -> list[str]:
     if plan.suggestions:
         lines.append("try" if plan.fits is False else "room for")
         lines += [f"  {suggestion}" for suggestion in plan.suggestions]
+    if plan.fits is False and not any(suggestion.fits for suggestion in plan.suggestions):
+        lines.append(f"none of it is enough, nor all together: it takes {BEYOND}")
     return lines
 
 

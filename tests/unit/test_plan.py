@@ -255,6 +255,27 @@ def test_a_suggestion_can_be_given_back_as_overrides(tmp_path: Path) -> None:
         assert again.fits == suggestion.fits
 
 
+@pytest.mark.parametrize("memory", [2, 8, 12, 16, 20, 24, 40, 60])
+@pytest.mark.parametrize("engine", [(), ("shard.engine=ddp", "shard.stage=0")])
+def test_advice_repeats_no_change_and_no_key(tmp_path: Path, memory: int, engine: tuple[str, ...]) -> None:
+    asked = ("batch.global=32", "batch.micro=4", *engine)
+    found = made(tmp_path, *asked, memory=memory * GIB)
+    assert found.fits is False
+    changes = [s.change for s in found.suggestions]
+    assert len(set(changes)) == len(changes)
+    for change in changes:
+        keys = [override.split("=")[0] for override in _overrides(change)]
+        assert len(set(keys)) == len(keys), change
+    full = made(tmp_path, *asked, "memory.checkpointing=full", memory=memory * GIB)
+    if full.fits:
+        assert "memory.checkpointing=full" in changes
+    enough = any(s.fits for s in found.suggestions)
+    assert ("none of it is enough" in found.text()) is not enough
+    with pytest.raises(DoesNotFit) as caught:
+        found.require_fit()
+    assert ("a shorter data.seq_len" in caught.value.do) is not enough
+
+
 def _overrides(change: str) -> list[str]:
     return change.split(" ")
 

@@ -3,9 +3,9 @@
 #
 # For:     one node with NVIDIA GPUs, 8 as written here (RANKS=4 for four). It also runs on a CPU: RANKS=2 and a demo
 #          config. `mpdist plan CONFIG --ranks 8 --memory 80GiB` says first whether it fits.
-# Expect:  nothing for the time that importing torch takes (half a minute on a cold file system), then the data report,
-#          the plan, the ledger after the first steps and one line every track.every steps. All of it is kept in
-#          OUT_DIR/NAME, with one log a rank. torchrun's own status is 0 or 1: OUT_DIR/NAME/status.json has the real one.
+# Expect:  nothing for the time that importing torch takes (half a minute on a cold file system), then the data report
+#          and one line every track.every steps. OUT_DIR/NAME keeps that and more: plan.json, ledger.json (what each rank
+#          holds) after the first step, one log a rank. torchrun's own status is 0 or 1: status.json there has the real one.
 # Stop:    Ctrl-C or TERM saves at the next step, which may take the 600 s that are granted below; the same line
 #          again resumes.
 #

@@ -270,7 +270,7 @@ def _help() -> str:
         "  mpdist configs copy smollm2_135m my_runs         a copy of yours to edit\n"
         "  mpdist plan my_runs/smollm2_135m.yaml --ranks 8  does it fit?\n"
         "  mpdist launch my_runs/smollm2_135m.yaml          train\n\n"
-        "with your own launcher: torchrun --nproc-per-node 8 -m mpdist CONFIG [KEY=VALUE ...]\n"
+        "with your own launcher: torchrun ... -m mpdist CONFIG [KEY=VALUE ...], as `mpdist configs show one_node` has it\n"
         "`mpdist COMMAND --help` has each command's options and an example; `mpdist --version` the version.\n\n"
         f"{_STATUSES}"
     )

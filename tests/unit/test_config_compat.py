@@ -73,6 +73,12 @@ def test_the_same_global_batches_cut_another_way_are_listed(good: Path, override
     assert found.allowed
 
 
+def test_evaluations_may_come_more_often_but_not_be_of_other_rows(good: Path) -> None:
+    held_out = "data.eval=[{path: b.txt}]"
+    assert keys(list(compare(good, [held_out], [held_out, "eval.every=7"]).listed)) == ["eval.every"]
+    assert keys(list(compare(good, [held_out], [held_out, "eval.rows=7"]).refused)) == ["eval.rows"]
+
+
 @pytest.mark.parametrize(
     "override",
     [
@@ -116,8 +122,8 @@ def test_a_larger_budget_is_free_where_the_schedule_does_not_hang_on_it(good: Pa
 
 
 def test_the_tables_name_keys_that_exist() -> None:
-    from mpdist.config.compat import CUT, FREE
+    from mpdist.config.compat import CUT, FREE, WATCHED
 
     known = {name for name, _ in all_keys()}
-    for entry in (*FREE, *CUT):
+    for entry in (*FREE, *CUT, *WATCHED):
         assert entry.rstrip(".") in known

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 
 from mpdist import cli, errors
-from mpdist.config import load
+from mpdist.clock import LABELS
+from mpdist.config import compat, load
 from mpdist.config.describe import find, reference
 from mpdist.config.rules import SUPPORT
-from mpdist.record import METRICS
+from mpdist.record import EVENTS, METRICS, STATES
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -44,11 +45,24 @@ def _support() -> str:
     return _table(["engine", *keys, ""], rows)
 
 
+def _resume() -> str:
+    def names(entries: tuple[str, ...]) -> str:
+        return ", ".join(f"`{entry}*`" if entry.endswith(".") else f"`{entry}`" for entry in entries)
+
+    more = "a larger budget of the same kind, under a constant schedule or with `optim.horizon` given"
+    rows = [["freely: they change no number", names(compat.FREE)], ["freely", more]]
+    rows.append(["named in the `resume` event: equal but for FP32 rounding", names(compat.CUT)])
+    rows.append(["named in the `resume` event: the training is the same", names(compat.WATCHED)])
+    return _table(["may change", "keys"], rows)
+
+
 GENERATED: dict[str, Callable[[], str]] = {
     "commands": lambda: _table(
         ["command", ""], [[f"`mpdist {name}`", summary] for name, (_, summary) in cli.COMMANDS.items()]
     ),
     "support": _support,
+    "resume": _resume,
+    "time": lambda: _table(["`time`", "seconds"], [[f"`{label}`", text] for label, text in LABELS.items()]),
     "metrics": lambda: _table(["name", "meaning"], [[f"`{name}`", text] for name, text in METRICS.items()]),
     "reference": reference,
 }
@@ -134,6 +148,21 @@ def test_keys_in_the_prose_exist() -> None:
     assert len(named) > 10
     for name in named:
         assert find(tuple(name.split("."))) is not None, name
+
+
+def test_the_torchrun_line_is_that_of_the_recipe() -> None:
+    def words(text: str) -> list[str]:
+        found = re.search(r"torchrun (--(?:.*\\\n)*.*) -m mpdist", text)
+        assert found
+        return found[1].replace("\\\n", " ").replace('"${RANKS:-8}"', "8").split()
+
+    assert words(README.read_text("utf-8")) == words((ROOT / "launch/one_node.sh").read_text("utf-8"))
+
+
+def test_events_and_states_are_all_explained() -> None:
+    section = README.read_text("utf-8").partition("## The run directory")[2].partition("\n## ")[0]
+    assert set(re.findall(r"^\| `(\w+)` \| .* \| .* \|$", section, re.MULTILINE)) - {"event"} == EVENTS
+    assert all(f"`{state}`" in section for state in STATES)
 
 
 def test_exit_statuses_are_those_of_the_errors() -> None:

@@ -115,7 +115,10 @@ class Session:
         self.drill = Drill(faults, self.rank, self.count.fired, self.drilled)
         self.tracker = Tracker(cfg.track.wandb.mode, cfg.track.wandb.project, cfg.name, self.run.path,
                                config=self.resolved.values(), rank=self.rank, warn=self.warn)  # fmt: skip
-        self.progress = Progress(self.parts.steps, start=self.parts.window.step) if self.first else None
+        parts = self.parts
+        likely = parts.horizon if parts.tokens and cfg.optim.horizon == "auto" else None
+        self.progress = Progress(parts.steps or parts.windows or likely, start=parts.window.step,
+                                 about=parts.steps is None) if self.first else None  # fmt: skip
         self.rate = Rate(self.clock)
         self.versions = environment()["versions"]
         self.best_saved = False

@@ -223,11 +223,13 @@ def _spawn(log: Path) -> subprocess.Popen[bytes]:
 class Progress:
     """Where a run is: one live line on a terminal, a plain line for each logged row elsewhere.
 
-    total: steps, or None if the budget is not in steps. Writes to standard output unless told otherwise.
+    total: steps, or None where the clock decides how many. about: total is what the budget is likely to take, since
+    skipped windows are no steps and windows differ in tokens. Writes to standard output unless told otherwise.
     """
 
-    def __init__(self, total: int | None, stream: TextIO | None = None, start: int = 0) -> None:
+    def __init__(self, total: int | None, stream: TextIO | None = None, start: int = 0, *, about: bool = False) -> None:
         self._total, self._stream = total, stream or sys.stdout
+        self._about = "~" if about else ""
         self._live = self._stream.isatty()
         self._start, self._began = start, time.monotonic()
         self._drawn_at = -math.inf
@@ -262,15 +264,15 @@ class Progress:
 
     def _place(self, step: int) -> str:
         width = len(str(self._total)) if self._total else 1
-        return f"step {step:>{width}}" + (f"/{self._total}" if self._total else "")
+        return f"step {step:>{width}}" + (f"/{self._about}{self._total}" if self._total else "")
 
     def _draw(self, step: int) -> None:
         self._drawn_at = time.monotonic()
         done = step - self._start
         rest = ""
         if self._total and done > 0:
-            left = (self._total - step) * (self._drawn_at - self._began) / done
-            filled = round(20 * step / self._total)
+            left = max(self._total - step, 0) * (self._drawn_at - self._began) / done
+            filled = round(20 * min(step / self._total, 1))
             rest = f" [{'#' * filled}{'.' * (20 - filled)}] {_duration(left)} left"
         line = f"{self._place(step)}{rest}  {self._figures}".rstrip()
         width = max(20, _columns(self._stream) - 1)

@@ -465,6 +465,9 @@ def test_nan_and_unknown_totals_are_shown() -> None:
     assert figures_of({"kind": "train", "train/loss": math.nan, "train/grad_norm": "inf"}) == "loss nan  norm inf"
     out = io.StringIO()
     Progress(None, out).row(row(3))
+    estimated = io.StringIO()
+    Progress(40, estimated, about=True).row(row(3))
+    assert estimated.getvalue().startswith("step  3/~40  loss")
     assert out.getvalue() == "step 3  loss 0.3333\n"
 
 

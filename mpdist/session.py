@@ -115,10 +115,7 @@ class Session:
         self.drill = Drill(faults, self.rank, self.count.fired, self.drilled)
         self.tracker = Tracker(cfg.track.wandb.mode, cfg.track.wandb.project, cfg.name, self.run.path,
                                config=self.resolved.values(), rank=self.rank, warn=self.warn)  # fmt: skip
-        parts = self.parts
-        likely = parts.horizon if parts.tokens and cfg.optim.horizon == "auto" else None
-        self.progress = Progress(parts.steps or parts.windows or likely, start=parts.window.step,
-                                 about=parts.steps is None) if self.first else None  # fmt: skip
+        self.progress = self.progress_shown() if self.first else None
         self.rate = Rate(self.clock)
         self.versions = environment()["versions"]
         self.best_saved = False
@@ -140,6 +137,12 @@ class Session:
             self.run.status(state="running", step=self.parts.window.step, attempt=self.parts.window.attempt)
             self.run.event("start", self.parts.window.step, self.parts.window.attempt, reason=mode)
         return True
+
+    def progress_shown(self) -> Progress:
+        parts = self.parts
+        likely = parts.horizon if parts.tokens and self.cfg.optim.horizon == "auto" else None
+        total = parts.steps or parts.windows or likely
+        return Progress(total, start=parts.window.step, about=parts.steps is None)
 
     def open_directory(self) -> tuple[int, str]:
         """Rank 0: (session, mode). Under a launcher the directory is open already and the session known."""

@@ -74,6 +74,21 @@ def quiet(path: str, **arguments: Any) -> Path:
     return prepare([Source(path)], say=lambda _: None, **arguments)
 
 
+def test_what_is_not_there_is_named_by_its_key(tmp_path: Path) -> None:
+    from mpdist.config import load
+    from mpdist.data.command import from_config
+
+    (tmp_path / "run.yaml").write_text(
+        "name: a\nmodel: {config: {model_type: llama}}\nbatch: {global: 1}\nbudget: {steps: 1}\n"
+        f"data: {{train: [{{path: {documents(tmp_path / 'a.jsonl', 3)}}}, {{path: b.jsonl}}], tokenizer: bytes}}\n"
+    )
+    for override, said in (("name=a", "data.train.1.path = b.jsonl"), ("data.tokenizer=./t", "data.tokenizer = ./t")):
+        kept = [] if override == "name=a" else [f"data.train.1.path={tmp_path / 'a.jsonl'}"]
+        with pytest.raises(UsageError) as caught:
+            from_config(load(tmp_path / "run.yaml", [override, f"out_dir={tmp_path}", *kept]).config, lambda _: None)
+        assert caught.value.what == said
+
+
 def test_a_killed_preparation_goes_on_where_it_stopped(tmp_path: Path) -> None:
     path = documents(tmp_path / "a.jsonl")
     whole = open_rows(quiet(path, **settings(tmp_path, "other")))

@@ -39,16 +39,19 @@ def shape(hidden: int, layers: int) -> dict[str, Any]:
 class Mpdist:
     """The real loop with its checks and logs on; stamps are the moments at which a window begins."""
 
-    def __init__(self, folder: Path, hidden: int, layers: int) -> None:
+    def __init__(self, folder: Path, hidden: int, layers: int, packed: bool = False) -> None:
         from mpdist.config import load
         from mpdist.session import Session
         from mpdist.worker import Seat
         from mpdist.world import from_env
 
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-        write_text(folder / "train.jsonl", 4000, longest=60)
+        lines = write_text(folder / "train.jsonl", 4000, longest=60).read_text().splitlines()
+        text = folder / "train.txt"
+        text.write_text("\n".join(json.loads(line)["text"] for line in lines))  # one document
+        source = {"path": str(folder / "train.jsonl" if packed else text)}
         path = config(folder, name="bench", model__config=shape(hidden, layers), precision__compute="bf16",
-                      shard__engine="ddp", data__seq_len=LENGTH, batch={"micro": ROWS, "global": ROWS},
+                      shard__engine="ddp", data__seq_len=LENGTH, data__train=[source], batch={"micro": ROWS, "global": ROWS},
                       track__every=10, optim__schedule="constant", optim__warmup=None, budget__steps=10**6)  # fmt: skip
         world = from_env(os.environ)
         assert world is not None
@@ -216,6 +219,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--blocks", type=int, default=6, help="blocks of each arm")
     parser.add_argument("--steps", type=int, default=12, help="steps of a block")
+    parser.add_argument("--packed", action="store_true", help="short documents share a row, instead of one long text")
     parser.add_argument("--head", action="store_true", help="only the loss head")
     parser.add_argument("--calls", action="store_true", help="only Python calls a step, against the bare loop, as JSON")
     asked = parser.parse_args()
@@ -233,7 +237,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
-        ours = Mpdist(folder, asked.hidden, asked.layers)
+        ours = Mpdist(folder, asked.hidden, asked.layers, asked.packed)
         batches = ours.batches(50)
         size = asked.hidden, asked.layers
         arms: dict[str, Any] = {

@@ -28,11 +28,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from tiny import LLAMA, config, write_text
 
-VOCAB, LENGTH, ROWS = 260, 128, 4
+VOCAB, LENGTH, ROWS = 8192, 128, 4  # ids are bytes; the head is as wide as a small model's
 
 
 def shape(hidden: int, layers: int) -> dict[str, Any]:
-    return {**LLAMA, "hidden_size": hidden, "intermediate_size": int(hidden * 2.75), "num_hidden_layers": layers,
+    return {**LLAMA, "vocab_size": VOCAB, "hidden_size": hidden, "intermediate_size": int(hidden * 2.75), "num_hidden_layers": layers,
             "num_attention_heads": hidden // 32, "num_key_value_heads": hidden // 64, "tie_word_embeddings": True}  # fmt: skip
 
 
@@ -216,7 +216,7 @@ def peak(act: Callable[[], None]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--blocks", type=int, default=6, help="blocks of each arm")
     parser.add_argument("--steps", type=int, default=12, help="steps of a block")
     parser.add_argument("--packed", action="store_true", help="short documents share a row, instead of one long text")

@@ -113,7 +113,9 @@ def locate(source: Source) -> Located:
         if file.suffix.lower() not in FILE_SUFFIXES:
             raise UsageError(f"{source.key} = {file}", f"a data file ends in one of {', '.join(FILE_SUFFIXES)}")
         if source.format != "text" and file.suffix.lower() == ".txt":
-            raise UsageError(f"{source.key} = {file}", f"a .txt file is one text, it has no {FORMATS[source.format][0]!r}")
+            raise UsageError(
+                f"{source.key} = {file}", f"a .txt file is one text, it has no {FORMATS[source.format][0]!r}"
+            )
     if source.split is not None:
         raise UsageError(
             f"split = {source.split!r} of {source.path}", "a file has no splits", "take split away, or name a data set"

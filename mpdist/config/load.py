@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,9 +68,13 @@ def load(path: str | pathlib.Path, overrides: list[str] | tuple[str, ...] = ()) 
         _override(tree, override)
     secret += check.secrets(tree)
     _clear_nulls(tree)
-    problems = [*tree.problems, *secret, *check.unknown(tree)]
+    unknown = check.unknown(tree)
     config, invalid, names = check.validate(tree)
-    problems += invalid
+    # A misspelt key is one mistake: that the key which was meant is then missing is not another.
+    meant = {match[1] for error in unknown if (match := re.search("did you mean `([^`]+)`", error.do))}
+    problems = [*tree.problems, *secret, *unknown]
+    problems += [error for error in invalid if error.what.removesuffix(" is not given") not in meant]
+    names |= meant
     if config is not None:
         problems += rules.check(config, lambda name: check.origin(tree, tuple(name.split("."))), names)
     if problems or config is None:

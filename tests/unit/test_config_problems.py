@@ -217,3 +217,20 @@ def test_what_only_looks_like_a_secret_from_afar_is_fine(good: Path) -> None:
     assert (
         load(good, ["model.config=null", "model.path=a/b", f"model.revision={commit}"]).config.model.revision == commit
     )
+
+
+def test_a_misspelt_key_is_one_mistake_even_where_the_right_one_is_required(tmp_path: Path) -> None:
+    text = """
+nam: run
+modl: {config: {model_type: llama}}
+data: {trian: [{path: a.txt}], tokenizer: bytes}
+batch: {globl: 8}
+bugdet: {steps: 3}
+"""
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    found = [error.do for error in caught.value.problems]
+    right = ("name", "model", "data.train", "batch.global", "budget")
+    assert sorted(found) == sorted(f"did you mean `{key}`?" for key in right)

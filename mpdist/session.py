@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from mpdist import checkpoint, diagnose, ledger, restore
+from mpdist import checkpoint, diagnose, ledger, restore, watch
 from mpdist.assemble import assemble, save_hf, switches, worlds_plan
 from mpdist.clock import Clock, Rate
 from mpdist.config import leaves
@@ -409,7 +409,8 @@ class Session:
         if self.saved_step != self.parts.window.step:
             self.save(final=True)
         self.saver.wait()
-        asked = self.seat.asked_to_stop
+        # Ranks may agree on another one's wish before the launcher's signal has reached this one.
+        asked = self.seat.asked_to_stop or watch.passed_on(self.run.session_path())
         if self.first:
             (self.run.path / STOP).unlink(missing_ok=True)  # obeyed; the next session is not to stop at once
         self.close("preempted", Preempted.status, f"stopped by {asked or 'a signal to another rank'}")

@@ -170,10 +170,16 @@ class Stop:
             os._exit(128 + number)
 
     def _why(self, number: int) -> str:
-        passed_on = ""
+        asked = None
         if number == signal.SIGUSR1 and self._rank is not None:  # the launcher's way to ask, whatever it got itself
-            passed_on = read_text_tail(self._rank.folder.parent / ASKED).strip()
-        return f"{passed_on} to mpdist launch" if passed_on else signal.Signals(number).name
+            asked = passed_on(self._rank.folder.parent)
+        return asked or signal.Signals(number).name
+
+
+def passed_on(session: Path) -> str | None:
+    """The signal that the launcher of this session got, if it has asked the ranks to stop."""
+    name = read_text_tail(session / ASKED).strip()
+    return f"{name} to mpdist launch" if name else None
 
 
 class _EndedAtOnce(MpdistError):

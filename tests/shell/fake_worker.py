@@ -53,7 +53,14 @@ def _steps(fake: dict, run: RunDir, record: watch.Rank, stop: watch.Stop, meet: 
             (meet / "wish").write_text(stop.asked)
         _agree(meet, run, step, ranks)
         if (meet / f"stop-{step}").exists():
-            return _end(run, record, "preempted", step - 1, 75, f"stopped by {stop.asked}")
+            return _end(
+                run,
+                record,
+                "preempted",
+                step - 1,
+                75,
+                f"stopped by {stop.asked or watch.passed_on(run.session_path())}",
+            )
         record.at(step - 1, step)
         kind, at = fake.get("faults", {}).get(str(run.rank), ["", 0])
         if at == step:

@@ -29,6 +29,7 @@ from mpdist.probe import check_isolation
 from mpdist.reduce import Wire
 from mpdist.shard import Engine
 from mpdist.shard.ddp import Ddp
+from mpdist.shard.deepspeed import DeepSpeed
 from mpdist.shard.fsdp2 import Fsdp2
 from mpdist.world import World
 
@@ -152,7 +153,7 @@ def _policy(cfg: Config) -> precision.Policy:
 def _engine(
     cfg: Config, built: nn.Module, blocks: list[nn.Module], policy: precision.Policy, world: World, device: torch.device
 ) -> tuple[Wire, Engine]:
-    sharded = cfg.shard.engine == "fsdp2"
+    sharded, zero = cfg.shard.engine != "ddp", cfg.shard.engine == "deepspeed"
     kept = precision.kept_modules(built, policy)
     if policy.keep_fp32 and not kept:
         raise UsageError(f"precision.keep_fp32 = {list(policy.keep_fp32)} matches no module",
@@ -170,13 +171,17 @@ def _engine(
         raise UsageError(f"memory.checkpointing = selective, and precision.keep_fp32 keeps {within[0]}, which lies inside a block",
                          "the fsdp2 engine cannot recompute a part of a block that it gathers by itself",
                          "use memory.checkpointing: full, keep whole blocks in FP32, or use shard.engine: ddp")  # fmt: skip
-    mesh = build_mesh(device.type, world.ranks // cfg.shard.replicas if sharded else 1, world.local_ranks, sharded)
+    shards = world.ranks // cfg.shard.replicas if sharded else 1
+    mesh = build_mesh(device.type, shards, world.local_ranks, with_device_mesh=sharded and not zero)
     wire = Wire(mesh, precision.DTYPES[cfg.reduce.wire], cfg.reduce.sum == "fp32")
     _probe(wire, device)
     every = cfg.reduce.when == "every"
     if not sharded:
         return wire, Ddp(built, policy=policy, wire=wire, device=device, every=every, ranks=world.ranks)
     _probe_gather(wire, policy.compute, device)
+    if zero:
+        return wire, DeepSpeed(built, policy=policy, wire=wire, device=device, stage=cfg.shard.stage, every=every,
+                               offload=cfg.shard.offload)  # fmt: skip
     return wire, Fsdp2(built, blocks, policy=policy, wire=wire, device=device, stage=cfg.shard.stage, every=every,
                        offload=cfg.shard.offload == "all")  # fmt: skip
 

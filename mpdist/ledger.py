@@ -26,7 +26,7 @@ def measure(
     working = [part.tensor for part in parts if not part.trainable]
     known = held | {tensor.data_ptr() for tensor in working}
     for param in module.parameters():
-        local = getattr(param, "_local_tensor", param.data)
+        local = getattr(param, "_local_tensor", getattr(param, "ds_tensor", param.data))  # a shard, of FSDP2 or ZeRO-3
         if local.numel() and local.data_ptr() not in known:
             working.append(local)
     moments = [state[key] for state in optimizer.adam.state.values() for key in ("exp_avg", "exp_avg_sq")]

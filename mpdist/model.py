@@ -267,7 +267,8 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def open_weights(source: Source, config: Any, model: nn.Module, device: torch.device) -> tuple[Read, str, list[str]]:
     """(read, how, names in the files that the model has no place for). Collective where rank 0 builds the model (see the
     module's docstring)."""
-    wanted = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    # ZeRO-3 leaves empty parameters in place, with their shapes beside them.
+    wanted = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
     wanted |= {name: tuple(b.shape) for name, b in persistent_buffers(model)}
     if source.path is not None:
         files: dict[str, Path] | None = None

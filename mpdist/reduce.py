@@ -87,6 +87,43 @@ class Wire:
             self._sampling = False
             self._note(None, out)
 
+    def reduce_to_owners(self, pieces: list[list[torch.Tensor]]) -> torch.Tensor:
+        """Collective over the shard group. pieces[r]: flat addends for shard rank r, of any length, the same on all ranks.
+
+        Returns the FP32 sum of what this rank owns, its pieces end to end.
+        """
+        counts = [sum(piece.numel() for piece in own) for own in pieces]
+        levels = self.mesh.scatter
+        inner = levels[0].size if len(levels) == 2 else 1
+        # With two levels, pieces (node, local) are sorted by local rank first, as in reduce_scatter.
+        order = [node * inner + local for local in range(inner) for node in range(len(pieces) // inner)]
+        addend = torch.cat([piece for rank in order for piece in pieces[rank]] or [pieces[0][0]])
+        self._drill(addend)
+        if len(levels) == 2:
+            outer = levels[1].size
+            columns = [[counts[node * inner + local] for node in range(outer)] for local in range(inner)]
+            local, node = self.mesh.shard_index % inner, self.mesh.shard_index // inner
+            addend = self._exchange_uneven(addend, [sum(column) for column in columns], local, levels[0])
+            total = self._exchange_uneven(addend, columns[local], node, levels[1])
+        elif levels:
+            total = self._exchange_uneven(addend, counts, self.mesh.shard_index, levels[0])
+        else:
+            return addend.float()
+        if self._sampling:
+            self._sampling = False
+            self._note(None, total)
+        return total
+
+    def _exchange_uneven(self, inp: torch.Tensor, counts: list[int], own: int, level: Level) -> torch.Tensor:
+        """As `_exchange`, chunk r of the input holding counts[r] elements; returns the FP32 sum of chunk `own`."""
+        sent = self._cast(inp)
+        self.bytes.add(sent, level)
+        received = torch.empty(level.size * counts[own], dtype=self.wire, device=inp.device)
+        dist.all_to_all_single(received, sent, [counts[own]] * level.size, counts, group=level.group)
+        total = torch.empty(counts[own], dtype=torch.float32, device=inp.device)
+        self._sum(total, received.view(level.size, -1) if counts[own] else received.view(level.size, 0))
+        return total
+
     def add_replicas(self, tensor: torch.Tensor) -> None:
         """Collective over the replica group. tensor: FP32, replaced by the sum, the same bits on every replica."""
         self.start_add_replicas(tensor)()

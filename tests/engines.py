@@ -36,6 +36,9 @@ LAYOUTS: dict[str, Layout] = {
     "fsdp2-3": Layout(2, "fsdp2", 3),
     "hsdp-1x2": Layout(2, "fsdp2", 3, 2),
     "hsdp-2x2": Layout(4, "fsdp2", 3, 2),
+    "zero-1": Layout(2, "deepspeed", 1),
+    "zero-2": Layout(2, "deepspeed", 2),
+    "zero-3": Layout(2, "deepspeed", 3),
 }
 
 
@@ -165,6 +168,7 @@ def rig(
     keep_fp32: tuple[str, ...] = (),
     scale: dict[str, Any] | None = None,
     clip: float | None = None,
+    offload: str = "none",
     **changes: Any,
 ) -> Rig:
     """Collective. TINY with `changes` (or the model in the folder `path`) under an engine; local: ranks a node.
@@ -198,7 +202,11 @@ def rig(
     mesh = groups.build_mesh("cpu", shards, local or ranks, engine != "ddp")
     way = Wire(mesh, DTYPES[wire], sum_fp32)
     made: Any
-    if engine == "ddp":
+    if engine == "deepspeed":
+        from mpdist.shard.deepspeed import DeepSpeed
+
+        made = DeepSpeed(built, policy=policy, wire=way, device=device, stage=stage, every=every, offload=offload)
+    elif engine == "ddp":
         made = Ddp(built, policy=policy, wire=way, device=device, every=every, ranks=ranks)
     else:
         made = Fsdp2(built, blocks, policy=policy, wire=way, device=device, stage=stage, every=every, offload=False)

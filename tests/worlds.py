@@ -83,6 +83,9 @@ def whole(part: Any, local: Any) -> Any:
     dist.all_gather_object(pieces, (part.start, local.detach().cpu()))
     full = torch.empty(part.shape, dtype=local.dtype)
     for start, piece in pieces:
+        if part.flat:
+            full.view(-1)[start : start + len(piece)] = piece
+            continue
         if piece.dim() and len(piece):
             full[start : start + len(piece)] = piece
         elif not piece.dim():

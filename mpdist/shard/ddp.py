@@ -17,7 +17,7 @@ from torch import nn
 
 from mpdist.precision import Policy, keep_in_fp32
 from mpdist.reduce import Wire
-from mpdist.shard import Part, Read
+from mpdist.shard import Part, Read, replace_parameters
 
 _BUCKET_ELEMENTS = 8 * 2**20  # 32 MiB of FP32: large enough for the link, small enough to overlap
 
@@ -65,24 +65,20 @@ class Ddp:
     # -- set-up -----------------------------------------------------------------------------------------------
 
     def _materialise(self) -> None:
-        buffers = {name: buffer.to(self.device) for name, buffer in self.module.named_buffers()}
-        fresh: dict[int, nn.Parameter] = {}
-        for name, old in self.module.named_parameters():
+        masters: dict[str, torch.Tensor] = {}
+
+        def make(name: str, old: nn.Parameter) -> nn.Parameter:
             dtype = self.policy.parameter_dtype(name)
             work = nn.Parameter(torch.empty(old.shape, dtype=dtype, device=self.device), old.requires_grad)
-            fresh[id(old)] = work
-            self._working[name] = work
-            master = work.data
+            masters[name] = work.data
             if old.requires_grad and dtype != self.policy.master:
-                master = torch.empty(old.shape, dtype=self.policy.master, device=self.device)
-            self.parts.append(Part(name, master, tuple(old.shape), 0, old.requires_grad))
-        for prefix, module in self.module.named_modules():
-            for key, old in module._parameters.items():
-                if old is not None:
-                    module._parameters[key] = fresh[id(old)]  # a tied parameter is one object in both places
-            for key in list(module._buffers):
-                if module._buffers[key] is not None:
-                    module._buffers[key] = buffers[f"{prefix}.{key}" if prefix else key]
+                masters[name] = torch.empty(old.shape, dtype=self.policy.master, device=self.device)
+            return work
+
+        replace_parameters(self.module, make, self.device)
+        for name, work in self.module.named_parameters():
+            self._working[name] = work
+            self.parts.append(Part(name, masters[name], tuple(work.shape), 0, work.requires_grad))
 
     def _build_buckets(self) -> list[_Bucket]:
         runs: list[list[Part]] = [[]]

@@ -7,6 +7,7 @@ torch on every rank. Names that may be hub ids are left to whoever loads them.
 from __future__ import annotations
 
 import glob
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,8 +57,27 @@ def check_inputs(resolved: Resolved) -> None:
     template = cfg.data.chat_template
     if template is not None and not Path(template).expanduser().is_file():
         report("data.chat_template", template, "there is no such file", "correct the path, or take the key out")
+    wish = cfg.checkpoint.resume
+    other = wish not in ("auto", "never") and not checkpoints(Path(cfg.out_dir) / cfg.name)  # a run's own come first
+    if other and (why := _nothing_to_resume(Path(wish).expanduser())):
+        report("checkpoint.resume", wish, why, "give the folder of a run or of a checkpoint, or take the key out")
     if problems:
         raise ConfigError(problems)
+
+
+def checkpoints(run: Path) -> dict[int, Path]:
+    """step -> folder of each checkpoint that a run has published, whole or not (mpdist.checkpoint needs torch to say so)."""
+    folders = [path for path in run.glob("checkpoints/step-*") if path.is_dir()]
+    return {int(p.name[5:]): p for p in folders if re.fullmatch(r"step-([0-9]{8}|[1-9][0-9]{8,})", p.name)}
+
+
+def _nothing_to_resume(path: Path) -> str | None:
+    """Why there is no checkpoint to start from at a path; None if there is, be it whole or not."""
+    if not path.is_dir():
+        return "there is no such folder"
+    if (path / "checkpoints").is_dir():
+        return None if checkpoints(path) else "the run there has no checkpoint yet"
+    return None if (path / "manifest.json").is_file() else "that folder is no run and no checkpoint"
 
 
 def _lacking(path: str) -> str | None:

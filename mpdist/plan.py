@@ -18,6 +18,7 @@ from mpdist.config import Config, Resolved, check_world
 from mpdist.errors import ConfigError, DoesNotFit, MpdistError, UsageError
 from mpdist.plan_memory import BEYOND, MARGIN, Asked, Row, loss_chunk_rows, rows
 from mpdist.plan_traffic import Traffic, traffic
+from mpdist.space import Saves, planned
 from mpdist.units import format_bytes
 
 __all__ = [
@@ -83,6 +84,7 @@ class Plan:
     traffic: tuple[Traffic, ...]
     flops_per_token: float | None
     loss_chunk_rows: int | None
+    saves: Saves | None
 
     def to_json(self) -> dict[str, Any]:
         a, b = self.asked, self.batch
@@ -113,6 +115,7 @@ class Plan:
             "traffic": [t.json() for t in self.traffic],
             "model_flops_per_token": self.flops_per_token,
             "loss_chunk_rows": self.loss_chunk_rows,
+            "checkpoint": self.saves.to_json() if self.saves is not None else None,
         }
 
     def ledger(self) -> dict[str, dict[str, Any]]:
@@ -203,6 +206,7 @@ def make(
         traffic=(),
         flops_per_token=None,
         loss_chunk_rows=None,
+        saves=None if known is None else planned(cfg, asked, known),
     )
     return base if known is None else _with_model(base, known, memory)
 

@@ -47,6 +47,11 @@ def _what(plan: Plan) -> list[str]:
     if plan.trainable is not None and plan.trainable != plan.parameters:
         count += f" of which {plan.trainable:,} train"
     lines.append(f"model      {count + '; ' if count else 'parameters '}{plan.model}")
+    if plan.saves is not None:
+        s = plan.saves
+        lines.append(f"checkpoint {format_bytes(s.bytes)} = {s.formula}")
+        most = f"up to {s.count} at once, the one being written included" if s.count > 1 else "one, at the end"
+        lines.append(f"           {most}: {format_bytes(s.kept_bytes)} in the run directory")
     return lines
 
 

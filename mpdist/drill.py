@@ -1,4 +1,4 @@
-"""Rehearsed faults: what a run does when a rank overflows, dies, hangs, is stopped or finds the disk full.
+"""Rehearsed faults: what a run does when a rank overflows, dies, hangs, is stopped, finds the disk full or a save damaged.
 
 Attempts and saves count from 1 over the whole run, resumes included. A fault of the process says in an event that it
 fired before it strikes, so that a resumed run does not meet it again. A fault of the numbers belongs to its attempt: where
@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 
@@ -78,3 +80,30 @@ class Drill:
             os.kill(os.getpid(), signal.SIGKILL)
         if self._due("disk_full_at", save):
             raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} (drill)")
+
+    def published(self, checkpoint: Path, save: int) -> None:
+        """The fault of a checkpoint that has been published: what it holds is no longer what was saved."""
+        if fault := self._due("corrupt_at", save):
+            corrupt(checkpoint, fault["how"])
+
+
+def corrupt(checkpoint: Path, how: str) -> None:
+    """Damages the largest file of tensors, as schema.CorruptAt says."""
+    victim = max((checkpoint / "tensors").glob("*.distcp"), key=lambda path: (path.stat().st_size, path.name))
+    size = victim.stat().st_size
+    if how == "truncate":
+        os.truncate(victim, size - 1)
+    elif how == "flip":
+        with victim.open("r+b") as file:
+            file.seek(size // 2)
+            byte = file.read(1)[0]
+            file.seek(size // 2)
+            file.write(bytes([byte ^ 1]))
+    else:
+        before = max((p for p in checkpoint.parent.glob("step-*") if p.name < checkpoint.name), default=None)
+        old = None if before is None else before / "tensors" / victim.name
+        if old is not None and old.is_file() and old.stat().st_size == size:
+            shutil.copyfile(old, victim)
+        else:
+            os.truncate(victim, 0)
+            os.truncate(victim, size)

@@ -10,12 +10,14 @@ last checkpoint, whatever the end was (killed, preempted, failed, diverged); ano
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mpdist import retries
 from mpdist.errors import ConfigError, MachineError, UsageError
 from mpdist.lines import Lines, dump, number, read_json, read_lines, repair, write_atomic
 from mpdist.lock import NAME as LOCK
@@ -106,8 +108,9 @@ class RunDir:
         self.path.mkdir(parents=True, exist_ok=True)
         if self.config_path.exists():
             old, last = self.config_path.read_text(encoding="utf-8"), self.last_session()
-            if old != config_yaml and last:
-                write_atomic(self.session_path(last) / "config.yaml", old)
+            kept = self.session_path(last) / "config.yaml"
+            if old != config_yaml and last and not kept.exists():  # else `old` is a start's that made no session
+                write_atomic(kept, old)
         write_atomic(self.config_path, config_yaml)
         write_atomic(self.plan_path, dump(plan, indent=1) + "\n")
 
@@ -277,26 +280,42 @@ def open_run(resolved: Resolved, plan: Mapping[str, Any]) -> tuple[RunDir, str]:
     even claimed. Safe to repeat inside one launch (launcher, then worker).
 
     Raises UsageError if the directory is no run's, is another configuration's (with the list of differences), must
-    not be resumed (`checkpoint.resume: never`), or is in use; MachineError if it cannot be read or written.
+    not be resumed (`checkpoint.resume: never`), has failed too often at one step, or is in use; MachineError if it
+    cannot be read or written.
     """
+    run, mode = standing(resolved, plan)
+    if mode == "finished":
+        return run, mode
+    with _reachable(run):
+        run._look_back()
+        run.claim()
+        if run.previous.get("state") == "done":  # else a kill during start-up would leave the new budget as spent
+            run.status(state="running")
+        run.freeze(resolved.to_yaml(), plan)
+    return run, mode
+
+
+def standing(resolved: Resolved, world: Mapping[str, Any]) -> tuple[RunDir, str]:
+    """What `open_run` finds or why it refuses, without claiming or writing anything. world: `ranks` and `nodes`."""
     config = resolved.config
     run = RunDir(Path(config.out_dir) / config.name)
-    try:
-        if run.config_path.exists():
-            mode = _existing(run, resolved)
-        else:
+    with _reachable(run):
+        if not run.config_path.exists():
             _refuse_foreign(run)
-            mode = "new"
+            return run, "new"
+        mode = _existing(run, resolved)
         if mode != "finished":
-            run._look_back()
-            run.claim()
-            if run.previous.get("state") == "done":  # else a kill during start-up would leave the new budget as spent
-                run.status(state="running")
-            run.freeze(resolved.to_yaml(), plan)
+            retries.check(run, resolved, world)
+        return run, mode
+
+
+@contextlib.contextmanager
+def _reachable(run: RunDir) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:  # another user's folder, a file in the path's middle
         what = f"{error.filename or run.path}: {error.strerror}"
         raise MachineError(what, f"a run keeps all it leaves in {run.path}", "choose another out_dir") from error
-    return run, mode
 
 
 def _existing(run: RunDir, resolved: Resolved) -> str:

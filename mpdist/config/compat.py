@@ -16,12 +16,14 @@ FREE = (
     "launch.timeout",
     "launch.port",
     "launch.address",
+    "launch.retries",
     "drill.kill_at",
     "drill.stop_at",
     "drill.hang_at",
     "drill.raise_at",
     "drill.exit_at",
     "drill.disk_full_at",
+    "drill.corrupt_at",
 )
 # The same global batches cut another way: equal but for FP32 rounding. A resume lists them in its event.
 CUT = (
@@ -85,6 +87,13 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> Differences:
 def numbers(values: dict[str, Any]) -> dict[str, Any]:
     """The values that can change the numbers of a run, flat under dotted names."""
     return {key: value for key, value in _flat(values).items() if not _in(key, FREE)}
+
+
+def changed(old: dict[str, Any], new: dict[str, Any], left_out: tuple[str, ...]) -> list[str]:
+    """The keys of which the values differ, but for those that are left out (a name, or `section.`)."""
+    before, after = _flat(old), _flat(new)
+    keys = before.keys() | after.keys()
+    return sorted(key for key in keys if before.get(key) != after.get(key) and not _in(key, left_out))
 
 
 def _only_more_budget(old: dict[str, Any], new: dict[str, Any]) -> bool:

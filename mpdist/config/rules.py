@@ -27,12 +27,22 @@ class Support(NamedTuple):
     sums: tuple[str, ...] = ("fp32", "wire")
     when: tuple[str, ...] = ("every", "last")
     computes: tuple[str, ...] = ("fp32", "bf16", "fp16")
+    masters: tuple[str, ...] = ("fp32", "compute")
+    keeps: bool = True  # precision.keep_fp32
+    compiles: bool = True  # model.compile: blocks
     note: str = ""
 
 
 SUPPORT = {
     "ddp": Support("ddp", (0,), False, ("none",), note="every rank holds the whole model"),
     "fsdp2": Support("fsdp2", (2, 3), True, ("none", "all"), note="replicas above 1 is HSDP"),
+    "deepspeed": Support(
+        *("deepspeed", (1, 2, 3), False, ("none", "optimizer", "all")),
+        masters=("fp32",),
+        keeps=False,
+        compiles=False,
+        note="ZeRO; offload all is of stage 3",
+    ),
 }
 
 
@@ -196,14 +206,47 @@ def _engine(v: _View) -> Iterator[MpdistError]:
     if shard.replicas > 1 and not can.replicas:
         yield UsageError(
             v.show("shard.replicas", "shard.engine"),
-            f"under {can.engine} every rank is a replica",
+            f"under {can.engine} "
+            + ("every rank is a replica" if shard.engine == "ddp" else "all ranks share one copy"),
             "take replicas: 1, or engine fsdp2",
         )
     if shard.offload not in can.offload:
+        others = [s.engine for s in SUPPORT.values() if shard.offload in s.offload]
         yield UsageError(
             v.show("shard.offload", "shard.engine"),
-            f"{can.engine} does not offload",
-            "take offload: none, or engine fsdp2",
+            f"{can.engine} can offload {', '.join(can.offload)}"
+            if can.offload[1:]
+            else f"{can.engine} does not offload",
+            f"take offload: {' or '.join(can.offload)}, or engine {others[0]}",
+        )
+    elif shard.engine == "deepspeed" and shard.offload == "all" and shard.stage < 3:
+        yield UsageError(
+            v.show("shard.offload", "shard.stage"),
+            "working copies that every rank holds whole cannot wait in host memory",
+            "take offload: optimizer, or stage 3",
+        )
+
+
+def _engines_limits(v: _View) -> Iterator[MpdistError]:
+    engine, precision = v.config.shard.engine, v.config.precision
+    can = SUPPORT[engine]
+    if precision.master not in can.masters and precision.compute != "fp32":
+        yield UsageError(
+            v.show("precision.master", "shard.engine"),
+            f"{engine} keeps FP32 masters",
+            "take master: fp32, or engine fsdp2",
+        )
+    if precision.keep_fp32 and not can.keeps:
+        yield UsageError(
+            v.show("precision.keep_fp32", "shard.engine"),
+            f"{engine} lays all parameters end to end, in one dtype",
+            "take keep_fp32 out, or engine fsdp2",
+        )
+    if v.config.model.compile != "none" and not can.compiles:
+        yield UsageError(
+            v.show("model.compile", "shard.engine"),
+            f"{engine}'s hooks on modules cannot be compiled",
+            "take compile: none, or engine fsdp2",
         )
 
 
@@ -258,7 +301,7 @@ def _tracking(v: _View) -> Iterator[MpdistError]:
         yield from v.no_effect("track.wandb.project", "track.wandb.mode is disabled")
 
 
-_DRILLS_WITH_RANK = tuple(schema.Drill.model_fields)
+_DRILLS_WITH_RANK = tuple(name for name in schema.Drill.model_fields if name != "corrupt_at")
 
 # Each rule with the keys that it reads: it is left out where one of them is wrong already.
 _RULES: tuple[tuple[Callable[[_View], Iterator[MpdistError]], tuple[str, ...]], ...] = (
@@ -269,6 +312,7 @@ _RULES: tuple[tuple[Callable[[_View], Iterator[MpdistError]], tuple[str, ...]], 
     (_precision, ("precision.compute", "precision.keep_fp32", "precision.master", "precision.tf32", "launch.device")),
     (_scale, ("precision.scale", "precision.compute", "reduce.wire")),
     (_engine, ("shard",)),
+    (_engines_limits, ("shard.engine", "precision", "model.compile")),
     (_reduce, ("reduce",)),
     (_budget, ("budget",)),
     (_schedule, ("optim.warmup", "optim.horizon", "optim.schedule", "optim.weight_decay", "optim.decay", "budget")),

@@ -19,7 +19,7 @@ from pydantic import (
 
 from mpdist.units import parse_duration
 
-DEFAULT_STAGE = {"ddp": 0, "fsdp2": 3}
+DEFAULT_STAGE = {"ddp": 0, "fsdp2": 3, "deepspeed": 2}
 
 
 class Section(BaseModel):
@@ -164,14 +164,18 @@ class Precision(Section):
 
 
 class Shard(Section):
-    engine: Literal["ddp", "fsdp2"] = Field("fsdp2", description="ddp replicates, fsdp2 shards.")
-    stage: Literal[0, 2, 3] = Field(
+    engine: Literal["ddp", "fsdp2", "deepspeed"] = Field(
+        "fsdp2", description="ddp replicates, fsdp2 and deepspeed (ZeRO) shard."
+    )
+    stage: Literal[0, 1, 2, 3] = Field(
         3,
-        description="0 replicates (default of ddp); 2 shards gradients and optimizer; 3 parameters too (of fsdp2).",
+        description="0 replicates (default of ddp); 1 shards the optimizer; 2 gradients too (default of deepspeed); "
+        "3 parameters too (default of fsdp2).",
     )
     replicas: int = Field(1, ge=1, description="Copies of the sharded model (HSDP); divides the world.")
-    offload: Literal["none", "all"] = Field(
-        "none", description="all keeps parameters, gradients and moments in host memory."
+    offload: Literal["none", "optimizer", "all"] = Field(
+        "none",
+        description="What is kept in host memory: optimizer (masters and moments), or all (working copies too).",
     )
 
     @model_validator(mode="before")
@@ -189,7 +193,8 @@ class Reduce(Section):
     sum: Literal["fp32", "wire"] = Field("fp32", description="The dtype in which the ranks' gradients are added up.")
     when: Literal["every", "last"] = Field(
         "every",
-        description="every micro-batch (gradients stay sharded), or the last of a window (less traffic, more memory).",
+        description="every micro-batch (gradients stay sharded), or the last of a window (less traffic, more memory; the "
+        "default of deepspeed stage 1).",
     )
 
 
@@ -254,7 +259,10 @@ class Eval(Section):
 
 class Checkpoint(Section):
     every: int = Field(100, ge=0, description="Steps between checkpoints; 0 is only at the end.")
-    keep: int = Field(3, ge=1, description="How many to keep; the best and the latest are always kept.")
+    keep: int = Field(3, ge=1, description="How many of the newest to keep.")
+    keep_best: int = Field(
+        1, ge=0, description="How many of those with the lowest evaluation loss at their step to keep beside them."
+    )
     background: bool = Field(True, description="Write while training goes on, after a copy to host memory.")
     on_error: Literal["stop", "go_on"] = Field(
         "stop",
@@ -290,6 +298,9 @@ class Launch(Section):
     )
     address: Text | None = Field(
         None, description="The first node's host name or address, where there are several nodes."
+    )
+    retries: int = Field(
+        2, ge=1, description="Failures in a row at the same step after which a launch is refused; more tries once more."
     )
 
 
@@ -334,6 +345,15 @@ class DiskFullAt(Section):
     rank: Natural = Field(0, description="The rank.")
 
 
+class CorruptAt(Section):
+    save: int = Field(ge=1, description="The save, from 1.")
+    how: Literal["flip", "truncate", "stale"] = Field(
+        "flip",
+        description="flip one byte in its middle; cut the last byte off; or put the checkpoint before's in its place "
+        "(zeros where that has another size).",
+    )
+
+
 class Drill(Section):
     overflow_at: OverflowAt | None = Field(
         None, description="Puts +inf into one local gradient element before any reduction."
@@ -347,6 +367,9 @@ class Drill(Section):
     raise_at: FaultAt | None = Field(None, description="The rank raises an exception.")
     exit_at: ExitAt | None = Field(None, description="The rank leaves early.")
     disk_full_at: DiskFullAt | None = Field(None, description="Writing that save fails as on a full disk.")
+    corrupt_at: CorruptAt | None = Field(
+        None, description="Damages the largest file of tensors of that save, once it is published."
+    )
 
 
 class Config(Section):
@@ -375,3 +398,12 @@ class Config(Section):
     launch: Launch = Field({}, validate_default=True, description="Processes.")
     slurm: Slurm = Field({}, validate_default=True, description="No keys in this version.")
     drill: Drill = Field({}, validate_default=True, description="Rehearsed faults; attempts and saves count from 1.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _zero_1_reduces_once(cls, data: Any) -> Any:
+        """ZeRO-1 is the stage that keeps gradients whole, so that they travel once."""
+        shard, reduce = (data.get(key, {}) for key in ("shard", "reduce")) if isinstance(data, dict) else ({}, {})
+        if not isinstance(shard, dict) or (shard.get("engine"), shard.get("stage")) != ("deepspeed", 1):
+            return data
+        return {**data, "reduce": {"when": "last", **reduce}} if isinstance(reduce, dict) else data

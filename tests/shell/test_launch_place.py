@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mpdist import launch, place
+from mpdist import inputs, launch, place, record
 from mpdist.config import Resolved, load
 from mpdist.errors import ConfigError, DoesNotFit, MachineError
 
@@ -60,6 +60,47 @@ def test_what_is_not_there_is_found_before_a_run_directory_is_made(tmp_path: Pat
     assert "data.chat_template = chat.jinja (command line)" in text
     assert "owner/hub" not in text
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("made", "why"),
+    [
+        ((), "there is no such folder"),
+        (("there/x.txt",), "that folder is no run and no checkpoint"),
+        (("there/checkpoints/step-final/manifest.json",), "the run there has no checkpoint yet"),  # somebody's copy
+        (("there/checkpoints/step-00000007/manifest.json",), None),
+        (("there/manifest.json",), None),
+        (("runs/a/checkpoints/step-00000007/manifest.json",), None),  # a run's own come first
+    ],
+)
+def test_c68_a_checkpoint_to_start_from_has_to_be_there(tmp_path: Path, made: tuple[str, ...], why: str | None) -> None:
+    for name in made:
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).touch()
+    resolved = ask(tmp_path, f"data.train.0.path={tmp_path / 'asked.yaml'}", f"checkpoint.resume={tmp_path / 'there'}")
+    if why is None:
+        inputs.check_inputs(resolved)
+        return
+    with pytest.raises(ConfigError) as caught:
+        launch.run(resolved, ranks=2)
+    assert caught.value.status == 2
+    assert f"checkpoint.resume = {tmp_path / 'there'} (command line)\n  why: {why}" in str(caught.value)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_finished_run_says_so_whatever_has_gone_since(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    always = ("launch.device=cpu", "launch.address=localhost", "optim.horizon=10")
+    resolved = ask(tmp_path, *always)  # x.txt is not there
+    run, _ = record.open_run(resolved, {"ranks": 2, "nodes": 1})
+    run.start_session()
+    run.status(state="done", step=10, exit=0)
+    run.close()
+    run.release()
+    for options in ({"ranks": 2}, {"ranks": 1, "nodes": 2, "node_rank": 1}):
+        assert launch.run(resolved, **options) == 0
+        assert f"{run.path} is finished: nothing to do" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"x\.txt"):
+        launch.run(ask(tmp_path, *always, "budget.steps=20"), ranks=2)
 
 
 def test_cpu_ranks_that_the_host_cannot_hold_do_not_start(

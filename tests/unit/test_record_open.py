@@ -17,7 +17,7 @@ import pytest
 from mpdist import lock
 from mpdist.config import Resolved, load
 from mpdist.errors import UsageError
-from mpdist.record import RunDir, open_run
+from mpdist.record import RunDir, open_run, standing
 
 CONFIG = """
 name: a
@@ -196,6 +196,125 @@ print(mode)
     assert child.returncode == 0, child.stderr
     assert child.stdout == "new\n"
     assert lock.holder(run.path), "the worker's release is not the launcher's"
+
+
+# -- failing again and again ---------------------------------------------
+
+
+def fail(folder: Path, *overrides: str, step: int = 3, started: bool = True, ranks: int = 2, **end: Any) -> RunDir:
+    """One more session of the run, which ends at `step`; without `state`, killed without a word."""
+    run, _ = open_run(ask(folder, *overrides), {"ranks": ranks, "nodes": 1})
+    run.start_session({"ranks": ranks, "nodes": 1})
+    if started:
+        run.event("start", step)
+        run.status(state="running", step=step, attempt=step + 1)
+    if end:
+        end = {"reason": "why it ended", "rank": 1, "exit": 1} | end
+        run.event("end", step, step + 1, **end)
+        run.status(state=end["state"], step=step)
+    run.close()
+    run.release()
+    return run
+
+
+def refused(folder: Path, *overrides: str, ranks: int = 2) -> str:
+    """The refusal of one more start, which writes nothing; empty if there is none."""
+    run = RunDir(folder / "runs/a")
+    before = contents(run.path)
+    try:
+        standing(ask(folder, *overrides), {"ranks": ranks, "nodes": 1})
+    except UsageError as error:
+        with pytest.raises(UsageError):
+            open_run(ask(folder, *overrides), {"ranks": ranks, "nodes": 1})
+        return str(error)
+    finally:
+        assert contents(run.path) == before
+    return ""
+
+
+def test_a_run_that_fails_twice_at_one_step_is_not_started_again(tmp_path: Path) -> None:
+    fail(tmp_path, state="failed", reason="ValueError: first\nmore", rank=0)
+    assert refused(tmp_path) == ""
+    fail(tmp_path, state="failed", reason="ValueError: odd\nmore", rank=1)
+    text = refused(tmp_path)
+    assert "has failed 2 times in a row at step 3, the last time (rank 1): ValueError: odd\n" in text
+    assert "launch.retries = 2 (default)" in text
+    assert "launch.retries=3 tries once more" in text
+    assert refused(tmp_path, "launch.retries=3") == ""
+    fail(tmp_path, "launch.retries=3", state="failed")
+    assert "failed 3 times in a row" in refused(tmp_path, "launch.retries=3")
+    assert "launch.retries=4" in refused(tmp_path)
+
+
+def test_a_limit_of_one_and_divergence_count_too(tmp_path: Path) -> None:
+    fail(tmp_path, state="diverged", exit=5)
+    assert "has failed once at step 3" in refused(tmp_path, "launch.retries=1")
+    fail(tmp_path, state="failed")
+    assert "2 times" in refused(tmp_path)
+
+
+def test_failures_at_step_0_count_whatever_began(tmp_path: Path) -> None:
+    fail(tmp_path, step=0, started=False, state="failed", exit=2)
+    fail(tmp_path, step=0, state="failed")
+    assert "2 times in a row at step 0" in refused(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "neutral",
+    [{}, {"started": False, "state": "failed", "exit": 4}, {"state": "failed", "exit": 130}],
+    ids=["killed outright", "machine while starting", "ended by the user"],
+)
+def test_what_is_no_fault_of_the_run_neither_counts_nor_absolves(tmp_path: Path, neutral: dict[str, Any]) -> None:
+    for _ in range(3):
+        fail(tmp_path, **neutral)
+    assert refused(tmp_path) == ""
+    fail(tmp_path, state="failed")
+    fail(tmp_path, **neutral)
+    assert refused(tmp_path) == ""
+    fail(tmp_path, state="failed", exit=4)
+    fail(tmp_path, "launch.retries=9", **neutral)
+    assert "2 times in a row at step 3" in refused(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "between", [{"step": 4, "state": "failed"}, {"state": "preempted", "exit": 75}, {"state": "done", "exit": 0}]
+)
+def test_getting_on_ends_the_row(tmp_path: Path, between: dict[str, Any]) -> None:
+    fail(tmp_path, state="failed")
+    fail(tmp_path, **between)
+    more = () if between["state"] != "done" else ("budget.steps=20",)
+    fail(tmp_path, *more, state="failed")
+    assert refused(tmp_path, *more) == ""
+
+
+@pytest.mark.parametrize("changed", ["batch.micro=2", "checkpoint.background=false"])
+def test_a_changed_setting_may_have_mended_it(tmp_path: Path, changed: str) -> None:
+    fail(tmp_path, state="failed")
+    fail(tmp_path, state="failed")
+    assert refused(tmp_path)
+    assert refused(tmp_path, changed) == ""
+    fail(tmp_path, changed, state="failed")
+    assert refused(tmp_path, changed) == ""
+    assert refused(tmp_path), "back to what has failed twice already"
+    fail(tmp_path, changed, state="failed")
+    assert refused(tmp_path, changed)
+    fail(tmp_path, changed, "launch.retries=9", step=9, state="failed")
+    assert refused(tmp_path) == "", "it got further"
+
+
+def test_what_a_scheduler_changes_at_each_start_mends_nothing(tmp_path: Path) -> None:
+    fail(tmp_path, "launch.port=2001", state="failed")
+    fail(tmp_path, "launch.port=2002", "launch.address=n1", state="failed")
+    assert refused(tmp_path, "launch.port=2003")
+
+
+def test_another_number_of_ranks_and_another_version_may_have_mended_it(tmp_path: Path) -> None:
+    fail(tmp_path, state="failed")
+    run = fail(tmp_path, state="failed")
+    assert refused(tmp_path, ranks=2)
+    assert refused(tmp_path, ranks=4) == ""
+    run.write_env({"versions": {"mpdist": "0.0.1"}})
+    assert refused(tmp_path) == "", "only the first was under this version"
 
 
 # -- the lock ------------------------------------------------------------

@@ -40,9 +40,11 @@ def test_stopped_after_k_steps_and_resumed_equals_the_uninterrupted_run(tmp_path
         first = run(folder, engine, drill=drill)
         assert [status for status, _ in first.ends] == [75, 75]
         assert first.state()["state"] == "preempted"
+        assert [(e["state"], e["exit"]) for e in first.events("end")] == [("preempted", 75)]
         assert first.column("step")[-1] == k
         again = run(folder, engine, drill=drill)
         assert again.status == 0, again.message
+        assert [(e["state"], e["exit"]) for e in again.events("end")] == [("preempted", 75), ("done", 0)]
         assert timeless(again.rows()) == timeless(whole.rows())
         for prefix in ("model.", "exp_avg.", "exp_avg_sq."):
             assert same(again.weights(prefix=prefix), whole.weights(prefix=prefix))
@@ -94,6 +96,27 @@ def test_an_altered_checkpoint_is_named_and_passed_over(tmp_path: Path) -> None:
     assert refused["file"] == f"tensors/{victim.name}"
     whole = train(tmp_path, 2, name="whole", budget__steps=5)
     assert timeless(again.rows()) == timeless(whole.rows())
+
+
+def test_a_rehearsed_damage_is_passed_over_in_any_form(tmp_path: Path) -> None:
+    always: dict[str, Any] = {"checkpoint__every": 1, "optim__horizon": 7}
+    whole = train(tmp_path, 2, name="whole", budget__steps=7, **always)
+    for save, how in ((2, "flip"), (4, "truncate"), (6, "stale")):
+        damage = {"corrupt_at": {"save": save, "how": how}}
+        damaged = train(tmp_path, 2, budget__steps=save, drill=damage, **always)
+        assert damaged.status == 0, damaged.message
+        drills = [(e["reason"], e["rank"]) for e in damaged.events("drill")]
+        assert drills[-1] == (f"corrupt_at#{save}", 0)
+    again = train(tmp_path, 2, budget__steps=7, drill=damage, **always)
+    assert again.status == 0, again.message
+    assert len(again.events("drill")) == 3, "a save that is made again is not damaged again"
+    refused = again.events("refused")
+    assert [event["checkpoint"] for event in refused] == [f"step-{step:08d}" for step in (2, 4, 6)]
+    assert {event["file"] for event in refused} <= {"tensors/__0_0.distcp", "tensors/__1_0.distcp"}
+    assert " bytes, not " in refused[1]["reason"]
+    assert all("was altered" in event["reason"] for event in refused[::2])
+    assert timeless(again.rows()) == timeless(whole.rows())
+    assert same(again.weights(), whole.weights())
 
 
 def test_with_no_whole_checkpoint_left_the_run_ends_with_status_6_and_writes_nothing(tmp_path: Path) -> None:

@@ -27,11 +27,13 @@ _PRELOAD = [
     "accelerate",
     "mpdist.shard.fsdp2",
     "mpdist.shard.ddp",
+    "deepspeed",
     "mpdist.model",
     "mpdist.optim",
     "mpdist.train",
     "mpdist.export",
 ]
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it says on import that it has looked for one
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(_PRELOAD)
 

@@ -50,7 +50,7 @@ def test_c24_c42_the_cut_of_a_batch_shows_in_no_norm_and_no_loss(
     cuts: dict[tuple[int, str, int], list[Trace]],
 ) -> None:
     plain = cuts[1, "ddp", 8][0]
-    assert len(cuts) == 16
+    assert len(cuts) == 28
     for key, traces in cuts.items():
         for found in traces:
             assert found.norms[0] == pytest.approx(plain.norms[0], rel=1e-5), key

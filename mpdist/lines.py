@@ -7,6 +7,7 @@ and the infinities are the strings "nan", "inf" and "-inf".
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -16,6 +17,7 @@ from typing import Any
 
 from mpdist.errors import MachineError, UsageError
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _NONFINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -123,6 +125,12 @@ def written_openly(path: Path, write: Callable[[], None]) -> None:
     mode = path.stat().st_mode & 0o777
     write()
     path.chmod(mode)
+
+
+def no_room(error: BaseException) -> bool:
+    """Whether it says that a disk is full or a quota used up, also where a library has put that into words of its own."""
+    text = str(error)
+    return getattr(error, "errno", None) in _NO_ROOM or any(os.strerror(number) in text for number in _NO_ROOM)
 
 
 def sync_folder(path: Path) -> None:

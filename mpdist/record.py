@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +60,8 @@ EVENTS = frozenset(
 )
 STATES = frozenset(("running", "done", "preempted", "diverged", "failed"))
 _ROW_KEYS = ("kind", "step", "attempt", "session")
+_RESERVE = ".reserve"  # room that a run holds, to say on a full disk how it ended
+_RESERVE_BYTES = 65536
 
 
 class RunDir:
@@ -77,6 +79,8 @@ class RunDir:
         self.last_alive: float | None = None  # unix time of the last sign of life before this session
         self.previous: dict[str, Any] = {}  # status.json as the session before left it; empty for the first
         self.lock: Lock | None = None
+        # Asked where nothing more can be written: whether to try again, since what filled the disk is gone by now.
+        self.made_room: Callable[[], bool] = lambda: False
         self._lines: dict[str, Lines] = {}
 
     @property
@@ -126,6 +130,17 @@ class RunDir:
         """Begin the next session: its folder, its logs folder, its env.json; torn histories are repaired."""
         if self.last_alive is None:
             self._look_back()
+        with _reachable(self):
+            self._make_session()
+        with contextlib.suppress(OSError):  # a disk as full as that has nothing to reserve
+            (self.path / _RESERVE).write_bytes(os.urandom(_RESERVE_BYTES))  # zeros would take no room on some
+        kept = {"began": self.began, "changes": self.changes, "last_alive": self.last_alive, "previous": self.previous}
+        self.write_env({**(env or {}), **kept})
+        for path in (self.events_path, self.metrics_path):
+            self._open(path)
+        return self.session
+
+    def _make_session(self) -> None:
         while True:
             self.session = self.last_session() + 1
             try:
@@ -134,11 +149,6 @@ class RunDir:
             except FileExistsError:  # another launcher was quicker; the lock sorts out who may run
                 continue
         (self.session_path() / "logs").mkdir()
-        kept = {"began": self.began, "changes": self.changes, "last_alive": self.last_alive, "previous": self.previous}
-        self.write_env({**(env or {}), **kept})
-        for path in (self.events_path, self.metrics_path):
-            self._open(path)
-        return self.session
 
     def join(self, session: int) -> None:
         """Take part in a session that the launcher started: what it found out on opening is taken over."""
@@ -183,7 +193,7 @@ class RunDir:
             base["time_at"] = time.time()
         base |= {"session": self.session or base.get("session", 0), "updated": time.time()}
         self.path.mkdir(parents=True, exist_ok=True)
-        write_atomic(self.path / "status.json", dump(base, indent=1) + "\n")
+        self._again(lambda: write_atomic(self.path / "status.json", dump(base, indent=1) + "\n"))
         return base
 
     def has_progress(self) -> bool:
@@ -200,7 +210,7 @@ class RunDir:
 
     def ledger(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Replace ledger.json by these rows."""
-        write_atomic(self.path / "ledger.json", dump({"rows": list(rows)}, indent=1) + "\n")
+        self._again(lambda: write_atomic(self.path / "ledger.json", dump({"rows": list(rows)}, indent=1) + "\n"))
 
     # -- histories -----------------------------------------------------------------------------------------------
 
@@ -216,7 +226,7 @@ class RunDir:
         unknown = [k for k in full if k not in METRICS and k not in _ROW_KEYS and not k.startswith("precision/")]
         if unknown:
             raise ValueError(f"not in METRICS: {', '.join(unknown)}")
-        self._open(self.metrics_path).append(full)
+        self._again(lambda: self._open(self.metrics_path).append(full))
 
     def event(
         self, name: str, step: int = 0, attempt: int = 0, rank: int | None = None, reason: str = "", **extra: Any
@@ -226,7 +236,15 @@ class RunDir:
             raise ValueError(f"no event is called {name!r}; there are {', '.join(sorted(EVENTS))}")
         line = {"event": name, "step": step, "attempt": attempt, "rank": self.rank if rank is None else rank}
         line |= {"reason": reason, "time": time.time(), "session": self.session, **extra}
-        self._open(self.events_path).append(line)
+        self._again(lambda: self._open(self.events_path).append(line))
+
+    def _again(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except MachineError:
+            if not self.made_room():
+                raise
+            write()
 
     def _open(self, path: Path) -> Lines:
         if path.name not in self._lines:
@@ -268,8 +286,14 @@ class RunDir:
     def release(self) -> None:
         """Give the claim back. Without one, nothing happens."""
         if self.lock is not None:
+            self.last_words()
             self.lock.release()
             self.lock = None
+
+    def last_words(self) -> None:
+        """Give the reserve up, for the record of a failure."""
+        with contextlib.suppress(OSError):
+            (self.path / _RESERVE).unlink()
 
 
 def open_run(resolved: Resolved, plan: Mapping[str, Any]) -> tuple[RunDir, str]:
@@ -359,7 +383,7 @@ def _is_path(*values: Any) -> bool:
 def _refuse_foreign(run: RunDir) -> None:
     """A directory without config.yaml may hold what a launch leaves that failed early, and nothing else."""
     if run.path.is_dir():
-        ours = {LOCK, "sessions", "plan.json", "status.json"}
+        ours = {LOCK, _RESERVE, "sessions", "plan.json", "status.json"}
         foreign = sorted(p.name for p in run.path.iterdir() if p.name not in ours and not p.name.endswith(".aside"))
         if not foreign:
             return

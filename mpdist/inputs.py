@@ -15,9 +15,10 @@ from mpdist import shipped
 from mpdist.errors import ConfigError, MpdistError, UsageError
 
 if TYPE_CHECKING:
-    from mpdist.config import Resolved
+    from mpdist.config import Config, Resolved
 
 FILE_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".txt")
+_COUNT = (*FILE_SUFFIXES, ".safetensors", ".jinja", ".model")  # of what lies in a model's or a data folder
 
 
 def looks_local(name: str) -> bool:
@@ -78,6 +79,20 @@ def _nothing_to_resume(path: Path) -> str | None:
     if (path / "checkpoints").is_dir():
         return None if checkpoints(path) else "the run there has no checkpoint yet"
     return None if (path / "manifest.json").is_file() else "that folder is no run and no checkpoint"
+
+
+def changed_since(cfg: Config, moment: float) -> bool:
+    """Whether a local file that the configuration names has been written since, or one that counts in a folder of its."""
+    names = [cfg.model.path, cfg.data.tokenizer, cfg.data.chat_template]
+    names += [here_or_shipped(source.path) for source in (*cfg.data.train, *cfg.data.eval)]
+    for name in filter(None, names):
+        here = Path(name).expanduser()
+        found = [here] if here.exists() else [Path(p) for p in glob.iglob(str(here), recursive=True)]
+        for path in found:
+            inside = [p for p in path.iterdir() if p.suffix in _COUNT] if path.is_dir() else [path]
+            if any(file.stat().st_mtime > moment for file in inside):
+                return True
+    return False
 
 
 def _lacking(path: str) -> str | None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mpdist.config.compat import changed
 from mpdist.env import environment
 from mpdist.errors import MachineError, UsageError
+from mpdist.inputs import changed_since
 from mpdist.lines import read_json, read_lines
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def check(run: RunDir, resolved: Resolved, world: Mapping[str, Any]) -> None:
     raise UsageError(
         f"{run.path} has failed {times} at step {found.step}, the last time{who}: {found.reason}",
         f"with the same settings it would fail there again; launch.retries = {limit} ({origin})",
-        "mend the cause; a changed setting counts as an attempt to, and without one launch.retries="
+        "mend the cause; a changed setting or data file counts as an attempt to, and without one launch.retries="
         f"{found.count + 1} tries once more",
     )
 
@@ -59,8 +60,8 @@ def count(run: RunDir, resolved: Resolved, world: Mapping[str, Any]) -> Failures
     """The failures at the newest one's step, newest session first, under the present settings; None without any.
 
     Sessions that left no last word (killed) and failures of the machine before the loop began (a port that was taken,
-    a missing rank: they cure themselves) neither count nor end the row; nor do those under other settings, except that
-    another step, or an end that was no failure, ends it for all.
+    a missing rank: they cure themselves) neither count nor end the row; nor do those under other settings or before a
+    change of what is read, except that another step, or an end that was no failure, ends it for all.
     """
     ends, started = _history(run.events_path)
     present: _Settings | None = None
@@ -77,7 +78,7 @@ def count(run: RunDir, resolved: Resolved, world: Mapping[str, Any]) -> Failures
         if end["step"] != newest["step"]:
             break
         present = present or _Settings(run, resolved, world)
-        found += present.are_those_of(session)
+        found += present.are_those_of(session) and not changed_since(resolved.config, end["time"])
     if newest is None:
         return None
     return Failures(

@@ -88,6 +88,21 @@ def test_c68_a_checkpoint_to_start_from_has_to_be_there(tmp_path: Path, made: tu
     assert not (tmp_path / "runs").exists()
 
 
+def test_what_was_written_since_is_found_in_files_patterns_and_folders(tmp_path: Path) -> None:
+    names = ("x.txt", "many/a.jsonl", "tokenizer/tokenizer.json", "tokenizer/notes.md")
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (100, 200))
+    sources = f"data.train=[{{path: {tmp_path}/x.txt}}, {{path: {tmp_path}/many/*.jsonl}}, {{path: owner/hub}}]"
+    cfg = ask(tmp_path, sources, f"data.tokenizer={tmp_path / 'tokenizer'}").config
+    assert not inputs.changed_since(cfg, 250)
+    for name in names:
+        os.utime(tmp_path / name, (300, 300))
+        assert inputs.changed_since(cfg, 250) is not name.endswith(".md"), name
+        os.utime(tmp_path / name, (100, 200))
+
+
 def test_a_finished_run_says_so_whatever_has_gone_since(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     always = ("launch.device=cpu", "launch.address=localhost", "optim.horizon=10")
     resolved = ask(tmp_path, *always)  # x.txt is not there

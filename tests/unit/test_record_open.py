@@ -302,6 +302,19 @@ def test_a_changed_setting_may_have_mended_it(tmp_path: Path, changed: str) -> N
     assert refused(tmp_path) == "", "it got further"
 
 
+def test_a_file_that_was_written_since_may_have_mended_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.txt").write_text("odd")
+    os.utime("x.txt", (1, 1))
+    fail(tmp_path, state="failed", exit=2)
+    fail(tmp_path, state="failed", exit=2)
+    assert refused(tmp_path)
+    (tmp_path / "x.txt").write_text("good")
+    assert refused(tmp_path) == ""
+    os.utime("x.txt", (1, 1))
+    assert refused(tmp_path)
+
+
 def test_what_a_scheduler_changes_at_each_start_mends_nothing(tmp_path: Path) -> None:
     fail(tmp_path, "launch.port=2001", state="failed")
     fail(tmp_path, "launch.port=2002", "launch.address=n1", state="failed")

@@ -151,7 +151,8 @@ def _config(argv: Sequence[str]) -> int:
         "config",
         "Check a configuration and print every value with its origin: FILE:LINE, command line or default.\n"
         "Everything that is wrong is reported at once, with the nearest right key; the exit status is then 2.",
-        "examples:\n  mpdist config run.yaml batch.micro=4\n  mpdist config --schema > mpdist.schema.json\n\n"
+        "examples:\n  mpdist config run.yaml batch.micro=4\n  mpdist config --schema > mpdist.schema.json\n"
+        "  mpdist config --from-trainer args.yaml --from-deepspeed zero3.json --ranks 8 > run.yaml\n\n"
         f"{_OVERRIDES}",
     )
     _with_config(parser, required=False)
@@ -159,7 +160,13 @@ def _config(argv: Sequence[str]) -> int:
     what.add_argument("--yaml", action="store_true", help="print the resolved values as a file that loads again")
     what.add_argument("--schema", action="store_true", help="print the JSON schema of a configuration file")
     what.add_argument("--reference", action="store_true", help="print every key as a Markdown table")
+    _with_sources(parser)
     arguments = _parse(parser, argv)
+    files = {name: getattr(arguments, f"from_{name}") for name in _SOURCES}
+    if any(files.values()):
+        return _translate(parser, arguments, files)
+    if arguments.ranks or arguments.nodes:
+        parser.error("--ranks and --nodes are for --from-...: what a configuration holds does not hang on them")
     if arguments.schema or arguments.reference:
         if arguments.config is not None:
             parser.error("--schema and --reference describe every configuration: give no CONFIG with them")
@@ -169,6 +176,32 @@ def _config(argv: Sequence[str]) -> int:
     resolved = _load(arguments)
     print(resolved.to_yaml() if arguments.yaml else resolved.to_text(), end="" if arguments.yaml else "\n")
     return 0
+
+
+_SOURCES = {
+    "accelerate": "accelerate's YAML or JSON",
+    "deepspeed": "DeepSpeed's JSON",
+    "trainer": "TrainingArguments (or SFTConfig) as JSON or YAML",
+}
+
+
+def _with_sources(parser: _Parser) -> None:
+    group = parser.add_argument_group(
+        "coming from elsewhere",
+        "print a configuration made from theirs, with an account of each key; any of them together",
+    )
+    for name, text in _SOURCES.items():
+        group.add_argument(f"--from-{name}", metavar="FILE", help=text)
+    group.add_argument("--ranks", type=_positive, metavar="N", help="ranks on each node, where no file says it")
+    group.add_argument("--nodes", type=_positive, metavar="N", help="nodes, where no file says it")
+
+
+def _translate(parser: _Parser, arguments: argparse.Namespace, files: dict[str, str | None]) -> int:
+    if arguments.config is not None or arguments.yaml or arguments.schema or arguments.reference:
+        parser.error("--from-... prints a new configuration: give no CONFIG and no other output with it")
+    from mpdist.translate import command
+
+    return command.run(files, arguments.ranks, arguments.nodes)
 
 
 def _print_schema(schema: bool) -> int:
@@ -251,7 +284,10 @@ def _export(argv: Sequence[str]) -> int:
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "launch": (_launch, "train: check, plan, freeze the run directory, run torchrun, return the run's status"),
     "plan": (_plan, "what follows from a config: bytes a rank, batch arithmetic, traffic, whether it fits"),
-    "config": (_config, "check a config; print every value with its origin, or the JSON schema"),
+    "config": (
+        _config,
+        "check a config; print every value with its origin, the JSON schema, or one made from another trainer's",
+    ),
     "configs": (_configs, "the configs and recipes that come with mpdist: list, show, copy"),
     "prepare": (_prepare, "tokenise, pack and index the data before any GPU is held"),
     "export": (_export, "a folder that from_pretrained loads, from a run or a checkpoint"),

@@ -43,6 +43,9 @@ LAYERS = {
     "inputs": 2,
     "place": 2,
     "launch": 2,
+    "translate": 2,
+    "translate.theirs": 4,
+    "translate.command": 4,
     "assemble": 4,
     "session": 4,
     "train": 4,
@@ -58,10 +61,10 @@ CONFIG_LIBRARIES = {"pydantic", "ruamel"}
 # Packages that belong to some modules only, wherever the import stands.
 ONLY_IN = {
     "wandb": {"track", "wandb_process"},
-    "transformers": {"model", "data", "export", "loss"},
+    "transformers": {"model", "data", "export", "loss", "translate"},
     "datasets": {"data"},
-    "accelerate": {"model"},
-    "deepspeed": {"shard"},
+    "accelerate": {"model", "translate"},
+    "deepspeed": {"shard", "translate"},
     "subprocess": {"place", "supervise", "track"},  # track: W&B runs in a process of its own, which may hang or die
     "multiprocessing": set(),
 }

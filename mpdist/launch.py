@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpdist import blame, watch
+from mpdist import blame, space, watch
 from mpdist.errors import DoesNotFit, MachineError, UsageError
 from mpdist.inputs import check_inputs
 from mpdist.place import Place, check_machine, device_memory, find_place, host_memory, origin_of
@@ -51,6 +51,8 @@ def run(
     Raises UsageError, DoesNotFit or MachineError before anything is started. Main thread only.
     """
     place = find_place(resolved, ranks, nodes, node_rank, os.environ)
+    if not dry_run and _is_finished(resolved, place):
+        return 0
     plan = _plan(resolved, place, memory_bytes)
     if dry_run:
         print(describe(resolved, plan, place, worker))
@@ -61,19 +63,34 @@ def run(
     check_machine(resolved, place)
     _check_host(plan, resolved, place)
     check_inputs(resolved)
+    if warning := space.check(resolved, plan.saves):
+        say(f"warning: {warning}")
     if place.node_rank:
         return _follow(resolved, place, worker)
     from mpdist.record import open_run
 
     run_dir, mode = open_run(resolved, plan.to_json())
-    if mode == "finished":
-        say(f"{run_dir.path} is finished: nothing to do")
-        return 0
     try:
         with listening() as heard:  # before the run is on record as running, so that its end will be
             return _lead(run_dir, mode, place, worker, resolved.config.launch.timeout, heard)
     finally:
         run_dir.release()
+
+
+def _is_finished(resolved: Resolved, place: Place) -> bool:
+    """Whether nothing is left to do; said here, before anything that the run no longer needs is asked for.
+
+    Raises UsageError where the directory refuses this run. On other nodes than the first it may be in the making.
+    """
+    from mpdist.record import RunDir, standing
+
+    cfg = resolved.config
+    if place.node_rank and not RunDir(Path(cfg.out_dir) / cfg.name).config_path.exists():
+        return False
+    run_dir, mode = standing(resolved, {"ranks": place.ranks * place.nodes, "nodes": place.nodes})
+    if mode == "finished":
+        say(f"{run_dir.path} is finished: nothing to do")
+    return mode == "finished"
 
 
 def _plan(resolved: Resolved, place: Place, memory: int | None) -> Plan:
@@ -110,13 +127,15 @@ def _lead(run_dir: RunDir, mode: str, place: Place, worker: Sequence[str], timeo
     from mpdist.env import environment
 
     command = torchrun(place, worker, run_dir.config_path, timeout)
-    session = run_dir.start_session(environment(torchrun=command, omp_num_threads=place.threads))
+    ranks = place.ranks * place.nodes
+    env = environment(torchrun=command, omp_num_threads=place.threads, ranks=ranks, nodes=place.nodes)
+    session = run_dir.start_session(env)
     run_dir.status(state="running")
     folder = run_dir.session_path()
     say(f"{'resuming' if mode == 'resume' else 'running'} in {run_dir.path}, session {session}")
     say(f"OMP_NUM_THREADS={place.threads} ({place.threads_why})")
-    env = {**os.environ, "OMP_NUM_THREADS": str(place.threads), watch.SESSION: str(session)}
-    child = Child(command, env, folder / "logs" / "torchrun.log", heard)
+    variables = {**os.environ, "OMP_NUM_THREADS": str(place.threads), watch.SESSION: str(session)}
+    child = Child(command, variables, folder / "logs" / "torchrun.log", heard)
     status = child.run(lambda: folder)
     return _conclude(run_dir, child, status)
 
@@ -207,7 +226,11 @@ def describe(resolved: Resolved, plan: Plan, place: Place, worker: Sequence[str]
     import shlex
 
     cfg = resolved.config
-    lines = [resolved.to_text(), "", plan.text(), ""]
+    room = space.look(resolved, plan.saves)
+    lines = [resolved.to_text(), "", plan.text(), room.line]
+    lines += [f"           it would be refused: {room.error.what}"] if room.error else []
+    lines += [f"           warning: {room.warning}"] if room.warning else []
+    lines.append("")
     where = f"{place.nodes} node{'s' * (place.nodes != 1)} x {place.ranks} ranks"
     if place.nodes > 1:
         where += f"; this is node {place.node_rank}; first host {place.address}, port {place.port}"

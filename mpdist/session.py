@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from mpdist import checkpoint, diagnose, ledger, restore, watch
+from mpdist import checkpoint, diagnose, ledger, restore, space, watch
 from mpdist.assemble import assemble, save_hf, switches, worlds_plan
 from mpdist.clock import Clock, Rate
 from mpdist.config import leaves
@@ -26,7 +26,7 @@ from mpdist.feed import Batch
 from mpdist.formats import mfu
 from mpdist.lines import number, read_lines
 from mpdist.precision import Decision, Reason
-from mpdist.record import open_run
+from mpdist.record import open_run, standing
 from mpdist.saver import Saver
 from mpdist.telemetry import Telemetry
 from mpdist.track import Progress, Tracker
@@ -34,6 +34,7 @@ from mpdist.worker import STOP
 
 if TYPE_CHECKING:
     from mpdist.config import Resolved
+    from mpdist.plan import Plan
     from mpdist.worker import Seat
 
 
@@ -88,8 +89,8 @@ class Session:
         same_everywhere({k: v for k, v in leaves(self.resolved.values()) if k not in _OWN_KEYS}, "settings")
         same_everywhere(environment()["versions"], "versions")
         planned = worlds_plan(self.resolved, seat.world, self.device)
-        self.plan, self.ledger_plan = planned.to_json(), planned.ledger()
-        session, mode = on_first(self.open_directory)
+        self.ledger_plan = planned.ledger()
+        session, mode = on_first(lambda: self.open_directory(planned))
         if mode == "finished":
             if self.first:
                 print(f"{self.run.path} is finished: nothing to do")
@@ -144,15 +145,20 @@ class Session:
         total = parts.steps or parts.windows or likely
         return Progress(total, start=parts.window.step, about=parts.steps is None)
 
-    def open_directory(self) -> tuple[int, str]:
+    def open_directory(self, plan: Plan) -> tuple[int, str]:
         """Rank 0: (session, mode). Under a launcher the directory is open already and the session known."""
-        opened, mode = open_run(self.resolved, self.plan)
+        values, given = plan.to_json(), self.seat.given_session
+        if given is None and standing(self.resolved, values)[1] != "finished":  # a launcher has looked itself
+            warning = space.check(self.resolved, plan.saves)
+            if warning is not None:
+                print(f"warning: {warning}", flush=True)
+        opened, mode = open_run(self.resolved, values)
         if mode != "finished":
             self.run = self.seat.run = opened
-            if self.seat.given_session is not None:
-                opened.join(self.seat.given_session)
+            if given is not None:
+                opened.join(given)
             else:
-                opened.start_session()
+                opened.start_session({"ranks": plan.asked.ranks, "nodes": plan.asked.nodes})
         return opened.session, mode
 
     def say(self, text: str) -> None:
@@ -227,7 +233,7 @@ class Session:
             found = restore.newest(on_first(lambda: restore.candidates(self.run.checkpoints)), refused, check)
             if found is not None or wish in ("auto", "never"):
                 return found  # else it ended before its own first checkpoint, and begins again where it began
-        path = Path(wish)
+        path = Path(wish).expanduser()
         if not on_first(lambda: (path / "checkpoints").is_dir()):
             return restore.open_checked(path, check)
         found = restore.newest(on_first(lambda: restore.candidates(path / "checkpoints")), refused, check)
@@ -390,6 +396,8 @@ class Session:
         self.run.event("save", step, reason="published", checkpoint=path.name, bytes=size, **dict[str, Any](figures))
         if self.best_saved:
             checkpoint.mark_best(self.run.checkpoints, step)
+        if self.drill:
+            self.drill.published(path, self.count.saves)
         checkpoint.prune(self.run.checkpoints, self.cfg.checkpoint.keep)
 
     def write_ledger(self, gradients: list[torch.Tensor]) -> None:
@@ -433,7 +441,7 @@ class Session:
         if self.first:
             if state == "preempted":
                 self.run.event("stop", window.step, window.attempt, reason=reason)
-            self.run.event("end", window.step, window.attempt, reason=reason)
+            self.run.event("end", window.step, window.attempt, reason=reason, state=state, exit=status)
             self.run.status(state=state, step=window.step, attempt=window.attempt, exit=status, reason=reason,
                             time=self.clock.table())  # fmt: skip
             if self.progress is not None:

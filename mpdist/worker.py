@@ -120,7 +120,7 @@ def _record(seat: Seat, failure: blame.Failure) -> None:
     step, attempt = max(seat.step, last.get("step") or 0), max(seat.attempt, last.get("attempt") or 0)
     where: dict[str, Any] = {"step": step, "attempt": attempt, "rank": failure.rank, "reason": failure.reason}
     seat.run.status(state=state, exit=failure.exit, **where)
-    seat.run.event("end", **where)
+    seat.run.event("end", state=state, exit=failure.exit, **where)
 
 
 def _cause(seat: Seat) -> blame.Failure | None:

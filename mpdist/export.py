@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from mpdist.checkpoint import root_of
 from mpdist.errors import CheckpointError, UsageError
 from mpdist.lines import written_openly
 from mpdist.precision import DTYPES
@@ -72,9 +73,10 @@ def _find(source: Path) -> Found:
 def _write(found: Found, folder: Path, dtype: torch.dtype) -> int:
     """Writes safetensors files of at most `_SHARD_BYTES` and their index; returns the number of elements of parameters."""
     from safetensors.torch import save_file
-    from torch.distributed.checkpoint import FileSystemReader
 
-    reader = FileSystemReader(found.path / "tensors")
+    from mpdist.tensor_files import Reader
+
+    reader = Reader(found.path / "tensors")
     names = {
         name.partition(".")[2]: name
         for name in reader.read_metadata().state_dict_metadata
@@ -128,12 +130,16 @@ def _name(files: list[Path], weight_map: dict[str, str], total: int, folder: Pat
 def read_tensor(reader: Any, name: str) -> torch.Tensor:
     """One whole tensor of a checked checkpoint, on the CPU."""
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
 
     entry = reader.read_metadata().state_dict_metadata[name]
     tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
     with warnings.catch_warnings():  # that there is no process group is what is meant
         warnings.simplefilter("ignore", UserWarning)
-        dcp.load({name: tensor}, storage_reader=reader, no_dist=True)
+        try:
+            dcp.load({name: tensor}, storage_reader=reader, no_dist=True)
+        except CheckpointException as error:
+            raise CheckpointError(f"{name} cannot be read: {root_of(error)}", "", "use another checkpoint") from error
     return tensor
 
 

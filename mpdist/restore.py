@@ -1,5 +1,8 @@
 """Finding a checkpoint that can be trusted, and loading it: nothing is opened before its digest has matched.
 
+Whoever can write a checkpoint can write its manifest too, so digests find accidents; that nothing in a checkpoint is run
+is held by how it is opened (tensor_files).
+
 The digests are computed by all ranks together, each its share of the files. A checkpoint fits a run if names, shapes and
 dtypes agree in both directions; the number of ranks, the engine and its stage may be others than those that saved it.
 """
@@ -9,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mpdist.checkpoint import MANIFEST, published, tensors, together
+from mpdist.checkpoint import MANIFEST, published, read_manifest, tensors, together
 from mpdist.errors import CheckpointError
 from mpdist.optim import Optimizer
 from mpdist.shard import Engine
+
+_STATE = "state.json"
+_TENSORS = "tensors"
+_TABLE = f"{_TENSORS}/.metadata"
 
 
 @dataclass(frozen=True)
@@ -36,15 +43,17 @@ class Found:
 def fault_in(path: Path, part: int = 0, parts: int = 1) -> str | None:
     """The name of the file that keeps a checkpoint from being trusted, and why; None if all is well.
 
-    part of parts: digest only this share of the files. Nothing is opened but the manifest and bytes to be digested.
+    part of parts: digest only this share of the files. Nothing is opened but the manifest and bytes to be digested, and
+    the table of tensors once its own digest has matched.
     """
+    from mpdist.tensor_files import fault_in_table
+
     if not path.is_dir():
         return "it is no folder"
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
-        listed = manifest["files"]
+        listed = read_manifest(path)["files"]
         present = {p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file()} - {MANIFEST}
-        for name in sorted(present ^ set(listed)):
+        for name in sorted(present ^ {*listed, _STATE, _TABLE}):
             return f"{name} is {'not in the manifest' if name in present else 'missing'}"
         for name in sorted(listed)[part::parts]:
             with (path / name).open("rb") as file:
@@ -53,7 +62,13 @@ def fault_in(path: Path, part: int = 0, parts: int = 1) -> str | None:
                     return f"{name} has {size} bytes, not {listed[name]['bytes']}"
                 if hashlib.file_digest(file, "sha256").hexdigest() != listed[name]["sha256"]:
                     return f"{name} was altered: its SHA-256 is not the manifest's"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            if name == _TABLE and (wrong := fault_in_table(path / _TENSORS)) is not None:
+                return f"{name} {wrong}"
+    except CheckpointError as error:
+        return error.what
+    except OSError as error:
+        return f"{os.path.relpath(error.filename or path, path)} cannot be read: {error.strerror}"
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{MANIFEST} cannot be used: {error}"
     return None
 
@@ -75,7 +90,7 @@ def open_checked(path: Path, check: Callable[[Path], str | None] = fault_in) -> 
 
 
 def _open(path: Path) -> Found:
-    state = json.loads((path / "state.json").read_text())
+    state = json.loads((path / _STATE).read_text())
     return Found(path, state["step"], state)
 
 
@@ -113,8 +128,10 @@ def load(
     """
     import torch.distributed.checkpoint as dcp
 
+    from mpdist.tensor_files import Reader
+
     wanted = tensors(engine, optimizer, module)
-    reader = dcp.FileSystemReader(found.path / "tensors")
+    reader = Reader(found.path / _TENSORS)
     _compare(found, wanted, reader.read_metadata().state_dict_metadata)
     together(lambda: dcp.load(wanted, storage_reader=reader, process_group=group), f"loading {found.path.name}", group)
     for part, param in zip(optimizer.parts, optimizer.params, strict=True):
@@ -124,7 +141,7 @@ def load(
     return all(together(lambda: _load_rng(found.path), f"loading {found.path.name}", group))
 
 
-def _compare(found: Found, wanted: dict[str, Any], stored: dict[str, Any]) -> None:
+def _compare(found: Found, wanted: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
     missing, unknown = sorted(set(wanted) - set(stored)), sorted(set(stored) - set(wanted))
     shapes = [
         f"{name} is {list(stored[name].size)} there and {list(tensor.size())} here"

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mpdist.checkpoint import Piece, Snapshot, rng_states, tensors, write
+from mpdist.checkpoint import Piece, Snapshot, own_share, rng_states, write
 from mpdist.dist import set_timeout
 from mpdist.errors import CheckpointError, MpdistError
 from mpdist.optim import Optimizer
@@ -32,7 +32,7 @@ class Saver:
     """folder: the run's checkpoints. background: write in a thread. hf: see checkpoint.write.
 
     published(path, bytes, figures): called on rank 0, in whatever thread wrote, once the checkpoint is there; figures
-    are seconds. written(step): called on rank 0 when all files are on disk.
+    are seconds. written(step): called on rank 0 when all files are on disk. What they raise fails the save.
     """
 
     def __init__(
@@ -65,7 +65,13 @@ class Saver:
         return self._thread is not None and self._thread.is_alive()
 
     def start(
-        self, engine: Engine, optimizer: Optimizer, module: nn.Module, state: dict[str, Any], fault: Callable[[], None]
+        self,
+        engine: Engine,
+        optimizer: Optimizer,
+        module: nn.Module,
+        state: dict[str, Any],
+        fault: Callable[[], None],
+        eval_loss: float | None,
     ) -> None:
         """Collective. Takes a snapshot of this moment and begins to write it; waits for the save before, if any.
 
@@ -73,9 +79,9 @@ class Saver:
         """
         self.wait()
         begin = time.monotonic()
-        live = tensors(engine, optimizer, module)
-        held = {name: self._copy(name, tensor) for name, tensor in live.items()} if self.background else live
-        snapshot = Snapshot(held, rng_states(), state)
+        live = own_share(engine, optimizer, module)
+        held = {name: self._copy(name, piece) for name, piece in live.items()} if self.background else live
+        snapshot = Snapshot(held, rng_states(), state, eval_loss)
         self.slowdown_s = 0.0
         stall = time.monotonic() - begin
         if not self.background:
@@ -99,6 +105,14 @@ class Saver:
         if error is not None:
             raise CheckpointError(f"a save failed: {type(error).__name__}: {error}", "", "launch again") from error
 
+    def settled(self) -> bool:
+        """Whether there was a save in flight; it has ended now, and what it did comes out where all ranks wait for it."""
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return False
+        thread.join()
+        return True
+
     def step_took(self, seconds: float) -> None:
         """How long a window took: what the thread takes from training is counted against the windows before."""
         if self.busy and self._usual:
@@ -107,29 +121,21 @@ class Saver:
         elif not self.busy:
             self._usual = [*self._usual[-19:], seconds]
 
-    def _copy(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        plain = tensor.plain() if isinstance(tensor, Piece) else tensor
+    def _copy(self, name: str, piece: Piece) -> Piece:
+        plain = piece.plain()
         if name not in self._copies:
             self._copies[name] = torch.empty(plain.shape, dtype=plain.dtype, pin_memory=plain.is_cuda)
-        copy = self._copies[name].copy_(plain)
-        if not isinstance(tensor, Piece):
-            return copy
-        piece = copy.as_subclass(Piece)
-        piece.whole, piece.offsets = tensor.whole, tensor.offsets
-        return piece
+        return piece.like(self._copies[name].copy_(plain))
 
     def _write(self, snapshot: Snapshot, fault: Callable[[], None], begin: float, stall: float | None) -> None:
-        first = dist.get_rank() == 0
-        step = snapshot.state["step"]
+        def published(path: Path, size: int) -> None:
+            total = time.monotonic() - begin
+            stalled = total if stall is None else stall
+            figures = {"stall_s": stalled, "slowdown_s": self.slowdown_s, "write_s": total - (stall or 0.0)}
+            self._published(path, size, figures)
+
         try:
-            path, size = write(
-                self.folder, snapshot, hf=self.hf, group=self._group, fault=fault,
-                written=lambda: self._written(step) if first else None,
-            )  # fmt: skip
-            if first:
-                total = time.monotonic() - begin
-                stalled = total if stall is None else stall
-                figures = {"stall_s": stalled, "slowdown_s": self.slowdown_s, "write_s": total - (stall or 0.0)}
-                self._published(path, size, figures)
+            write(self.folder, snapshot, hf=self.hf, group=self._group, fault=fault,
+                  written=lambda: self._written(snapshot.state["step"]), published=published)  # fmt: skip
         except BaseException as error:  # handed to the loop, which raises it where all ranks can
             self._error = error

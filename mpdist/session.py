@@ -24,7 +24,7 @@ from mpdist.env import environment
 from mpdist.errors import CheckpointError, Diverged, Preempted, UsageError
 from mpdist.feed import Batch
 from mpdist.formats import mfu
-from mpdist.lines import number, read_lines
+from mpdist.lines import read_lines
 from mpdist.precision import Decision, Reason
 from mpdist.record import open_run, standing
 from mpdist.saver import Saver
@@ -50,8 +50,6 @@ class Progressed:
     tokens: int = 0
     slots: int = 0
     saves: int = 0
-    best: float = math.inf
-    best_step: int = -1
     fired: list[str] = field(default_factory=list)
 
 
@@ -103,7 +101,7 @@ class Session:
         on_first(lambda: save_hf(self.hf, self.parts, cfg))
         self.seconds, self.passed, self.passed_tokens = 0.0, 0, 0
         self.wire_bytes = (0, 0)  # of the last attempt: within nodes, between nodes
-        self.evaluated_step = -1
+        self.evaluated: tuple[int, float] | None = None  # step and loss of the last evaluation
         self.saved_step: int | None = None  # of the newest checkpoint in this run's directory
         self.compiling = cfg.model.compile != "none"
         self.wants_ledger = True
@@ -119,11 +117,12 @@ class Session:
         self.progress = self.progress_shown() if self.first else None
         self.rate = Rate(self.clock)
         self.versions = environment()["versions"]
-        self.best_saved = False
+        on_first(lambda: checkpoint.clear(self.run.checkpoints))  # a kill may have left a save half-done
         self.saver = Saver(
             self.run.checkpoints, background=cfg.checkpoint.background, hf=self.hf, published=self.published,
             written=lambda step: self.run.event("save", step, reason="written"),
         )  # fmt: skip
+        self.run.made_room = self.saver.settled  # a save that does not fit fills the disk until it gives up
         if self.first:
             self.run.write_env(
                 {
@@ -192,8 +191,7 @@ class Session:
             self.check_data(found)
         own_rng = restore.load(found, parts.engine, parts.optimizer, parts.module)
         parts.window.load(state["window_state"])
-        fired = self.count.fired
-        self.count = Progressed(**{**state["count"], "best": number(state["count"]["best"]), "fired": fired})
+        self.count = Progressed(**{**state["count"], "fired": self.count.fired})
         if own:
             self.saved_step = found.step
         self.seconds = state["clock"].get("train", 0.0)
@@ -338,13 +336,11 @@ class Session:
             dist.all_reduce(total)
             loss = total.item() / labels if labels else math.nan
             parts.module.train()
-        self.evaluated_step = parts.window.step
+        self.evaluated = parts.window.step, loss
         if not labels:
             self.warn(
                 f"the first {parts.eval_rows} rows of data.eval hold no label token, so eval/loss is nan; raise eval.rows"
             )
-        if loss < self.count.best:
-            self.count.best, self.count.best_step = loss, parts.window.step
         if self.first:
             self.write({
                 "kind": "eval", "step": parts.window.step, "attempt": parts.window.attempt, "eval/loss": loss,
@@ -367,15 +363,18 @@ class Session:
             }  # fmt: skip
             if self.first:
                 self.run.event("save", window.step, attempt, reason="taken")
-            self.best_saved = count.best_step == window.step
             try:
                 self.saver.start(parts.engine, parts.optimizer, parts.module, state,
-                                 lambda: self.drill.saving(number, attempt))  # fmt: skip
+                                 lambda: self.drill.saving(number, attempt), self.eval_loss())  # fmt: skip
                 self.saved_step = window.step
                 if final:
                     self.saver.wait()
             except CheckpointError as error:
                 self.save_failed(error, final)
+
+    def eval_loss(self) -> float | None:
+        """Of an evaluation at this very step, if there was one."""
+        return self.evaluated[1] if self.evaluated is not None and self.evaluated[0] == self.parts.window.step else None
 
     def reap(self) -> None:
         """Collective. Waits for the save in flight; what became of it is decided by checkpoint.on_error."""
@@ -394,11 +393,12 @@ class Session:
         """Rank 0, in the saving thread: the checkpoint is there."""
         step = int(path.name.removeprefix("step-"))
         self.run.event("save", step, reason="published", checkpoint=path.name, bytes=size, **dict[str, Any](figures))
-        if self.best_saved:
-            checkpoint.mark_best(self.run.checkpoints, step)
         if self.drill:
             self.drill.published(path, self.count.saves)
-        checkpoint.prune(self.run.checkpoints, self.cfg.checkpoint.keep)
+        self.retain(step)
+
+    def retain(self, step: int) -> None:
+        checkpoint.retain(self.run.checkpoints, step, self.cfg.checkpoint.keep, self.cfg.checkpoint.keep_best)
 
     def write_ledger(self, gradients: list[torch.Tensor]) -> None:
         """Collective, once: the live tensors of every rank by class, beside the plan."""
@@ -414,9 +414,9 @@ class Session:
 
     def preempted(self) -> int:
         """Collective. Asked to stop by a signal to some rank: everything is saved, the status is 75."""
+        self.reap()
         if self.saved_step != self.parts.window.step:
             self.save(final=True)
-        self.saver.wait()
         # Ranks may agree on another one's wish before the launcher's signal has reached this one.
         asked = self.seat.asked_to_stop or watch.passed_on(self.run.session_path())
         if self.first:
@@ -426,13 +426,22 @@ class Session:
 
     def finished(self) -> int:
         """Collective. The budget is spent: what is left to evaluate and to save is done."""
-        if self.parts.eval_feed is not None and self.evaluated_step != self.parts.window.step:
-            self.evaluate()  # the last attempt was a skipped one
-        if self.saved_step != self.parts.window.step:
+        self.reap()
+        step = self.parts.window.step
+        if self.parts.eval_feed is not None and self.eval_loss() is None:
+            self.evaluate()  # the last attempt was a skipped one, or a kill came between the last save and here
+            if self.saved_step == step:
+                on_first(lambda: self.evaluated_late(step))
+        if self.saved_step != step:
             self.save(final=True)
-        self.saver.wait()
         self.close("done", 0, "the budget is spent")
         return 0
+
+    def evaluated_late(self, step: int) -> None:
+        """Rank 0: the checkpoint of this step was there before its evaluation."""
+        assert self.evaluated is not None
+        checkpoint.evaluated(self.run.checkpoints, step, self.evaluated[1])
+        self.retain(step)
 
     def close(self, state: str, status: int, reason: str) -> None:
         """Collective. The last words of a session that ends as it should."""

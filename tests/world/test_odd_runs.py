@@ -63,7 +63,9 @@ def test_a_checkpoint_left_over_from_a_kill_does_not_keep_its_step_from_being_pu
 
 
 def _published(rank: int, publish: Callable[..., Any], final: Path, aside: Path, state: dict[str, Any]) -> None:
-    publish(final, aside, [{"file": (1, "")}], state)
+    from mpdist.checkpoint import Snapshot
+
+    publish(final, aside, [{"file": (1, "")}], Snapshot({}, {}, state))
 
 
 def test_every_group_waits_as_long_as_the_config_says(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 torchrun names the first process that it sees fail, which is wrong when a rank leaves with status 0 or hangs: its peers
 then fail with a lost connection and are blamed. Here an error that only says that a peer is gone never wins over the
-peer's own end.
+peer's own end. What the ranks' stacks say (mpdist.hang) names the one that the others have waited for.
 """
 
 from __future__ import annotations
@@ -10,14 +10,17 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from mpdist.errors import MachineError
+from mpdist.hang import Finding
 from mpdist.watch import Report
 
 _ENTRY = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s+exitcode\s*:\s*(-?\d+) \(pid: (\d+)\)")
 _FIRST = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)")
 _CLOSING = re.compile(r"Sending process (\d+) closing signal")
+_WATCHDOG = re.compile(r"Watchdog caught (collective operation timeout: .*?)(?: before timing out|$)", re.MULTILINE)
 _AGENT_LINE = re.compile(r"^[IWE]\d{4} \d\d:\d\d:", re.MULTILINE)
 
 
@@ -51,11 +54,14 @@ class Failure:
     exit: int
 
 
-def first_failure(reports: Mapping[int, Report], deaths: Mapping[int, float], agent: Agent) -> Failure | None:
+def first_failure(
+    reports: Mapping[int, Report], deaths: Mapping[int, float], agent: Agent, finding: Finding | None = None
+) -> Failure | None:
     """Who failed first, None if nothing says so.
 
-    deaths: when a rank that is gone was last seen alive (unix time), for those that the launcher did not kill itself.
-    That is before its peers have felt it and written down what they make of it.
+    finding: where the ranks stood, if that is known. deaths: when a rank that is gone was last seen alive (unix time), for
+    those that the launcher did not kill itself. That is before its peers have felt it and written down what they make of
+    it.
     """
     found: list[tuple[float, Failure]] = []
     closed: list[tuple[float, Failure]] = []
@@ -77,8 +83,20 @@ def first_failure(reports: Mapping[int, Report], deaths: Mapping[int, float], ag
     lost = sorted((r for r in reports.values() if r.failure), key=lambda r: r.failure["time"] if r.failure else 0.0)
     if lost:
         silent = [r for r in reports.values() if not r.failure and not r.end]
-        return _silent(silent, lost[0]) if silent else _own(lost[0])
+        return _silent(silent, lost[0], reports, finding) or _own(lost[0])
     return min(closed, key=lambda item: item[0])[1] if closed else None
+
+
+def spoken_for(report: Report, when: float | None, code: int | None, log: str) -> Report:
+    """A rank's report, with the failure that NCCL's watchdog kept it from writing down: it ends a process that has waited
+    too long by SIGABRT. when, code: of its death, as `deaths` and Agent have them. log: the end of the rank's own."""
+    if report.end:
+        when, code = report.end["time"], report.end["status"]
+    found = _WATCHDOG.search(log) if code == -signal.SIGABRT and not report.failure else None
+    if found is None:
+        return report
+    failure: dict[str, Any] = {"rank": report.rank, "time": when, "message": found[1], "trace": "", "status": 1}
+    return replace(report, failure=failure | {"lost_peer": True}, end=None)
 
 
 def _own(report: Report) -> Failure:
@@ -103,13 +121,50 @@ def _unreported(rank: int, code: int) -> Failure:
     return _plain(rank, f"left with status {code} while starting", 1)
 
 
-def _silent(silent: list[Report], first: Report) -> Failure:
-    """Peers have waited in vain: the rank that never spoke is the one that hangs; the furthest behind, if several."""
-    slow = min(silent, key=lambda r: (r.attempt if r.attempt is not None else -1, r.rank))
-    where = f"at attempt {slow.attempt}" if slow.attempt is not None else "before its first attempt"
+def _silent(
+    silent: list[Report], first: Report, reports: Mapping[int, Report], finding: Finding | None
+) -> Failure | None:
+    """Peers have waited in vain: the rank that never spoke is the one that hangs; the furthest behind, if several.
+
+    Where all have spoken, only the stacks can tell.
+    """
     record = first.failure or {}
     head = str(record["message"]).partition("\n")[0]
-    return _plain(slow.rank, f"stopped answering {where}; rank {first.rank} gave up: {head}", MachineError.status)
+    gave_up = f"rank {first.rank} gave up: {head}"
+    named = reports.get(finding.rank) if finding is not None and finding.rank is not None else None
+    slow = named if named in silent or not silent else min(silent, key=_behind)
+    if slow is not None:
+        return hung(slow, gave_up, finding)
+    if finding is None or not finding.apart:
+        return None
+    reason = f"{finding.reason}; {gave_up}"
+    return Failure(None, reason, f"{reason}\n{finding.stacks}", int(record["status"]))
+
+
+def stood_still(reports: Mapping[int, Report], why: str, finding: Finding | None) -> Failure:
+    """The launcher has waited in vain, and has ended the ranks."""
+    if finding is None:
+        return Failure(None, why, why, MachineError.status)
+    if finding.rank is not None:
+        return hung(reports[finding.rank], why, finding)
+    reason = f"{why}; {finding.reason}"
+    return Failure(None, reason, f"{reason}\n{finding.stacks}".rstrip(), MachineError.status)
+
+
+def hung(rank: Report, why: str, finding: Finding | None) -> Failure:
+    """A rank that others, or the launcher, have waited for in vain. why: how that showed."""
+    where = f"at attempt {rank.attempt}" if rank.attempt is not None else "before its first attempt"
+    doing = f" ({rank.doing})" if rank.doing else ""
+    reason = f"rank {rank.rank} stopped answering {where}{doing}; {why}"
+    text = reason
+    if finding is not None:
+        reason += f"; {finding.where}"
+        text = f"{reason}\n{finding.stacks}".rstrip()
+    return Failure(rank.rank, reason, text, MachineError.status)
+
+
+def _behind(report: Report) -> tuple[int, int]:
+    return (-1 if report.attempt is None else report.attempt), report.rank
 
 
 def _plain(rank: int, what: str, status: int) -> Failure:

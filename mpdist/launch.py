@@ -6,6 +6,7 @@ torch is never imported here, so that a mistake costs a fraction of a second. to
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -13,11 +14,11 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpdist import blame, space, watch
+from mpdist import blame, hang, space, stacks, watch
 from mpdist.errors import DoesNotFit, MachineError, UsageError
 from mpdist.inputs import check_inputs
 from mpdist.place import Place, check_machine, device_memory, find_place, host_memory, origin_of
@@ -135,7 +136,7 @@ def _lead(run_dir: RunDir, mode: str, place: Place, worker: Sequence[str], timeo
     say(f"{'resuming' if mode == 'resume' else 'running'} in {run_dir.path}, session {session}")
     say(f"OMP_NUM_THREADS={place.threads} ({place.threads_why})")
     variables = {**os.environ, "OMP_NUM_THREADS": str(place.threads), watch.SESSION: str(session)}
-    child = Child(command, variables, folder / "logs" / "torchrun.log", heard)
+    child = Child(command, variables, folder / "logs" / "torchrun.log", heard, timeout, _noting(run_dir))
     status = child.run(lambda: folder)
     return _conclude(run_dir, child, status)
 
@@ -163,7 +164,7 @@ def _follow(resolved: Resolved, place: Place, worker: Sequence[str]) -> int:
     command = torchrun(place, worker, run_dir.config_path, cfg.launch.timeout)
     log = run_dir.path / f".torchrun-{place.node_rank:04d}.log"
     with listening() as heard:
-        child = Child(command, env, log, heard)
+        child = Child(command, env, log, heard, cfg.launch.timeout, _noting(run_dir))
         status = child.run(lambda: _own_session(run_dir, child.token))
         if session := _own_session(run_dir, child.token):
             run_dir.session = int(session.name)
@@ -171,6 +172,17 @@ def _follow(resolved: Resolved, place: Place, worker: Sequence[str]) -> int:
             shutil.move(log, kept)
             child.log = kept
         return _conclude(run_dir, child, status)
+
+
+def _noting(run_dir: RunDir) -> Callable[[Path, hang.Finding], None]:
+    """What a child does with a finding: it becomes an event of the run."""
+
+    def note(session: Path, found: hang.Finding) -> None:
+        run_dir.session = int(session.name)
+        with contextlib.suppress(MachineError, OSError):  # a full disk is not this one's to report
+            run_dir.event("finding", found.step, found.attempt, found.rank, found.reason)
+
+    return note
 
 
 def _check_same(resolved: Resolved, frozen: Path) -> None:
@@ -265,18 +277,27 @@ def _conclude(run_dir: RunDir, child: Child, torchrun_status: int) -> int:
     if child.hard is not None:
         reason = f"ended at once by a second {signal.Signals(child.hard).name}"
         failure = blame.Failure(None, reason, reason, 128 + child.hard)
+    elif child.hung is not None:
+        finding, why = child.hung
+        failure = blame.stood_still(child.reports, why, finding)
     else:
         found = _first_failure(run_dir, child, blame.Agent.read(log))
         failure = found or _unexplained(status, torchrun_status, log)
     report = child.reports.get(-1 if failure.rank is None else failure.rank)
+    unrecorded = ""
     if run_dir.rank == 0 or (report is not None and child.mine(report)):
-        _record(run_dir, status, failure, report)
+        run_dir.last_words()
+        try:
+            _record(run_dir, status, failure, report)
+        except MachineError as error:  # the last thing read is why the run failed, not why that is not on record
+            unrecorded = f"{error.what}\n"
     own = child.log.with_name(f"rank-{failure.rank:05d}.log") if report is not None else child.log
     text = failure.text
     if failure.rank is not None and report is None:  # it could not even say who it is
         text = f"{blame.before_agent(log)}\n{text}"
     sys.stdout.flush()
-    print(f"the run failed; logs in {own.parent}, the one to read: {own.name}\n{text}", file=sys.stderr, flush=True)
+    said = f"{unrecorded}the run failed; logs in {own.parent}, the one to read: {own.name}\n{text}"
+    print(said, file=sys.stderr, flush=True)
     return failure.exit
 
 
@@ -284,7 +305,7 @@ def _first_failure(run_dir: RunDir, child: Child, agent: blame.Agent) -> blame.F
     """As mpdist.blame has it; with several nodes, what only this one knows is written down for the others."""
     reports, folder = child.reports, run_dir.session_path()
     if all(child.mine(report) for report in reports.values()):
-        return blame.first_failure(reports, child.deaths, agent)
+        return _blamed(reports, child, agent, folder)
     for rank, when in child.deaths.items():
         report = reports[rank]
         if not report.failure and not report.end and report.pid not in agent.closed:
@@ -296,7 +317,17 @@ def _first_failure(run_dir: RunDir, child: Child, agent: blame.Agent) -> blame.F
             break
         time.sleep(0.2)
     child.reports = reports
-    return blame.first_failure(reports, child.deaths, agent)
+    return _blamed(reports, child, agent, folder)
+
+
+def _blamed(
+    reports: Mapping[int, watch.Report], child: Child, agent: blame.Agent, session: Path
+) -> blame.Failure | None:
+    known = {
+        rank: blame.spoken_for(report, child.deaths.get(rank), agent.code(report.pid), stacks.log_tail(session, rank))
+        for rank, report in reports.items()
+    }
+    return blame.first_failure(known, child.deaths, agent, hang.find(session, known))
 
 
 def _record(run_dir: RunDir, status: Mapping[str, Any], failure: blame.Failure, report: watch.Report | None) -> None:

@@ -95,6 +95,7 @@ class Session:
             return False
         seat.take(session)
         self.clock.backdate(self.run.began)
+        seat.doing("load")
         with self.clock("load"):
             self.parts = assemble(self.resolved, seat.world, self.device, self.say)
         self.hf = self.run.path / "hf"
@@ -327,6 +328,8 @@ class Session:
             total = torch.zeros((), dtype=torch.float64, device=self.device)
             labels, step_rows = 0, feed.micro * feed.ranks
             for begin in range(0, parts.eval_rows, step_rows):
+                # The first evaluation compiles the model once more.
+                self.seat.doing("compile" if self.evaluated is None and self.cfg.model.compile != "none" else "eval")
                 numbers = feed.order.window(begin // step_rows)[: parts.eval_rows - begin]
                 batch = feed.make(numbers)
                 micro = batch.micros[0]
@@ -378,6 +381,7 @@ class Session:
 
     def reap(self) -> None:
         """Collective. Waits for the save in flight; what became of it is decided by checkpoint.on_error."""
+        self.seat.doing("save")
         try:
             self.saver.wait()
         except CheckpointError as error:
@@ -445,6 +449,7 @@ class Session:
 
     def close(self, state: str, status: int, reason: str) -> None:
         """Collective. The last words of a session that ends as it should."""
+        self.seat.doing("end")
         self.parts.feed.close()
         window = self.parts.window
         if self.first:

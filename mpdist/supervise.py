@@ -3,6 +3,7 @@
 The child lives in a session of its own, so that a Ctrl-C at the terminal reaches the launcher alone, which then asks
 each rank by SIGUSR1 to stop at a step boundary. The kernel kills torchrun when the launcher dies, and the ranks when
 torchrun does (mpdist.watch); every process of the run carries a mark in its environment, by which strays are found.
+Ranks that stand still are asked by SIGUSR2 where they are (mpdist.hang).
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from mpdist import watch
+from mpdist import hang, stacks, watch
 
 _POLL_S = 0.1
 _LOOK_S = 0.2  # how often the ranks' records are read
 _ASK_S = 2.0  # how often a stop is repeated: a rank may not have listened yet
 _GRACE_S = 10.0  # after a rank has died: the others may still write down what they saw
 _GRACE_FAILED_S = 20.0  # after a rank has recorded an error but lives on: it may be closing files
-_STACK_S = 0.5  # before that time is up, ranks that have said nothing are asked where they hang
+_STACK_S = 2.0  # for a rank to write down its stacks; before that time is up, ranks that have said nothing are asked
 _AGENT_S = 5.0  # for torchrun to write its account once its workers are dead
 _STRAYS_S = 5.0  # for helpers of the ranks, such as a tracker's, to end by themselves
 _SAME_S = 0.2  # two TERMs within this time are one, passed on twice
@@ -35,6 +36,11 @@ def say(text: str) -> None:
     """Print for a person, live. A console that has gone away is no reason to end a run."""
     with contextlib.suppress(OSError, ValueError):
         print(text, flush=True)
+
+
+def _interrupt(text: str) -> None:
+    """As `say`, while a live line may be on the terminal."""
+    say(f"\n{text}" if sys.stdout.isatty() else text)
 
 
 Heard = tuple[int, float]  # a signal's number and when it came (time.monotonic)
@@ -66,24 +72,37 @@ class Child:
     """The running torchrun and what is known of its ranks.
 
     deaths: when a local rank that is gone was last seen alive (unix time), by rank; only those not killed from here.
-    hard: the signal that asked for an end at once, if any. heard: what `listening` has caught.
+    hard: the signal that asked for an end at once, if any. heard: what `listening` has caught. timeout: launch.timeout.
+    note(session, finding): called when no rank moves and it is known where they stand. hung: set where
+    that ended the run: the finding, if any, and how it showed.
     """
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], log: Path, heard: list[Heard]) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        log: Path,
+        heard: list[Heard],
+        timeout: float,
+        note: Callable[[Path, hang.Finding], None],
+    ) -> None:
         self.command, self.env, self.log = list(command), dict(env), log
         self.token = watch.own_token()
         self.reports: dict[int, watch.Report] = {}
         self.deaths: dict[int, float] = {}
         self.hard: int | None = None
         self.killed = False
-        self._heard = heard
+        self.hung: tuple[hang.Finding | None, str] | None = None
+        self._heard, self._note = heard, note
+        self._timeout, self._watchdog = timeout, hang.Watchdog(timeout)
+        self._due: tuple[str, float] | None = None  # what the watchdog wants once the stacks are there, and when
         self._folder: Path | None = None
         self._asked = False
         self._asked_at = 0.0
         self._looked_at = 0.0
         self._saw_at = time.time()
         self._failed_at: float | None = None
-        self._asked_where = False
+        self._questioned: list[watch.Report] = []
         self._process: subprocess.Popen[bytes]
 
     def mine(self, report: watch.Report) -> bool:
@@ -103,6 +122,7 @@ class Child:
                     self._look(folder())
                     self._serve_signals()
                     self._end_after_failure()
+                    self._end_hang()
                 self._looked_at = 0.0
                 self._look(folder())
             finally:
@@ -132,8 +152,7 @@ class Child:
             return
         if not self._asked:
             name = signal.Signals(self._heard[0][0]).name
-            ahead = "\n" if sys.stdout.isatty() else ""  # there may be a live line
-            say(f"{ahead}{name}: stopping at the next step boundary; a second INT or TERM ends the run at once")
+            _interrupt(f"{name}: stopping at the next step boundary; a second INT or TERM ends the run at once")
             self._asked = True
         if time.monotonic() - self._asked_at > _ASK_S:
             self._asked_at = time.monotonic()
@@ -169,12 +188,60 @@ class Child:
         if now - self._failed_at > grace + _AGENT_S:
             self._kill(with_agent=True)
         elif now - self._failed_at > grace:
+            self._close_questions()
             self._kill(with_agent=False)
-        elif now - self._failed_at > grace - _STACK_S and not self._asked_where:
-            self._asked_where = True  # their stacks, into their logs
-            for report in self.reports.values():
-                if self.mine(report) and not report.failure and not report.end and report.alive:
-                    _send(report.pid, signal.SIGUSR2)
+        elif now - self._failed_at > grace - _STACK_S and not self._questioned:
+            self._question("other ranks have failed")
+
+    def _end_hang(self) -> None:
+        """Take notice of ranks that stand still; end those that have no reason to, once all patience is used up."""
+        if self._failed_at is not None or self.killed or self._folder is None:
+            return
+        now = time.monotonic()
+        verdict = self._watchdog.look(now, self._beats())
+        if verdict:
+            self._due = verdict, now + _STACK_S
+            self._question(self._stillness())
+        if self._due is None or now < self._due[1]:
+            return
+        (wish, _), self._due = self._due, None
+        self._close_questions()
+        self.reports = watch.read_reports(self._folder)
+        self._watchdog.look(now, self._beats())
+        if not self._watchdog.noticed:  # one has moved meanwhile
+            return
+        finding = hang.find(self._folder, self.reports)
+        if wish == "notice":
+            if finding is not None:
+                _interrupt(f"warning: {self._stillness()}; {finding.reason}")
+                self._note(self._folder, finding)
+        else:
+            self.hung = finding, f"{self._stillness()} (launch.timeout = {self._timeout:g} s)"
+            self._kill(with_agent=True)
+
+    def _beats(self) -> hang.Beats:
+        return {report.rank: (report.beat, report.doing) for report in self._silent()}
+
+    def _stillness(self) -> str:
+        return f"no rank of this node has moved for {self._watchdog.still:.0f} s"
+
+    def _silent(self) -> list[watch.Report]:
+        """This node's ranks that live and have neither failed nor ended."""
+        return [r for r in self.reports.values() if self.mine(r) and not r.failure and not r.end and r.alive]
+
+    def _question(self, why: str) -> None:
+        """Ask ranks that have said nothing where they are; the stacks come into their logs."""
+        self._questioned = self._silent()
+        for report in self._questioned:
+            if self._folder is not None:
+                stacks.write_question(self._folder, report, why)
+            _send(report.pid, signal.SIGUSR2)
+
+    def _close_questions(self) -> None:
+        for report in self._questioned:
+            if self._folder is not None:
+                stacks.write_silence(self._folder, report)
+        self._questioned = []
 
     def _agent_gave_up(self) -> bool:
         """Whether torchrun is ending its workers because one has failed, perhaps before that one could report.

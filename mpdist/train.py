@@ -42,8 +42,9 @@ def loop(s: Session) -> bool:
     while not is_done(s):
         with clock("data"):
             if batch is None or batch.number != s.count.window:
+                s.seat.doing("data")
                 batch = s.parts.feed.get(s.count.window)
-        s.seat.at(window.step, window.attempt + 1)
+        s.seat.at(window.step, window.attempt + 1, "compile" if s.compiling else "train")
         if s.drill:
             s.drill.strike(window.attempt + 1)
         before = clock.seconds("train")
@@ -90,6 +91,7 @@ def attempt(s: Session, batch: Batch) -> Outcome:
     poison = bool(s.drill) and s.drill.nan_loss(number)
     count = len(batch.micros)
     for i, micro in enumerate(batch.micros):
+        s.seat.beat()
         engine.micro(first=i == 0, last=i == count - 1)
         objective, micro_loss, extra = parts.module(
             input_ids=micro.input_ids,

@@ -3,7 +3,7 @@
 Files of a session, written by each rank alone:
 
     sessions/0001/ranks/00001.json         who: pid, host, when the process started
-    sessions/0001/ranks/00001.at           where: step and attempt, overwritten in place
+    sessions/0001/ranks/00001.at           where: step, attempt, what it is doing, number of the beat; overwritten in place
     sessions/0001/ranks/00001.failed.json  its own error, in full, with the time
     sessions/0001/ranks/00001.end.json     how it left: `proper` where the run was over, or not
     sessions/0001/logs/rank-00001.log      all that it wrote to stdout and stderr
@@ -43,6 +43,7 @@ SESSION = "MPDIST_SESSION"  # the session's number, from the launcher to its wor
 LAUNCH = "MPDIST_LAUNCH"  # host:pid:start of the launcher; marks every process that it started
 ASKED = "asked"  # a session's file: the signal that the launcher got, for the reason that the run records
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+_BEAT_S = 1.0  # how often a rank says that it is still at it
 _SAME_S = 1.0  # Slurm and torchrun both pass a TERM on: two within this time are one
 _PR_SET_PDEATHSIG = 1
 _LOST_PEER = re.compile(
@@ -63,10 +64,26 @@ class Rank:
         self.folder, self.rank = folder, rank
         self._closed = False
         self._at = os.open(folder / f"{rank:05d}.at", os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        self._where: tuple[int | str, int | str] = ("-", "-")
+        self._beats, self._beat_at = 0, 0.0
+        self.doing("start")
 
-    def at(self, step: int, attempt: int) -> None:
+    def at(self, step: int, attempt: int, doing: str) -> None:
         """Say where this rank is: steps applied so far, attempt under way. One small write, cheap enough for each."""
-        os.pwrite(self._at, f"{step:>15} {attempt:>15}\n".encode(), 0)
+        self._where = step, attempt
+        self.doing(doing)
+
+    def doing(self, word: str) -> None:
+        """Say what it turns to: start, load, compile, train, data, eval, save or end. Each call is a beat."""
+        self._word, self._beats, self._beat_at = word, self._beats + 1, time.monotonic()
+        step, attempt = self._where
+        with contextlib.suppress(OSError):  # a full disk is met by whoever has something to keep there
+            os.pwrite(self._at, f"{step:>15} {attempt:>15} {word:>8} {self._beats:>15}\n".encode(), 0)
+
+    def beat(self) -> None:
+        """It is still at it: for what is done many times in one attempt. Next to nothing, a write a second at most."""
+        if time.monotonic() - self._beat_at >= _BEAT_S:
+            self.doing(self._word)
 
     def failed(self, error: BaseException) -> None:
         """Record the error that ends this rank, at the moment it happened; the first one of a rank counts.
@@ -210,7 +227,7 @@ def open_log(run_dir: str | Path, session: int, rank: int) -> Path:
     global _consoles
     logs = session_folder(run_dir, session) / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    path = logs / f"rank-{rank:05d}.log"
+    path = log_of(session_folder(run_dir, session), rank)
     sys.stdout.flush()
     sys.stderr.flush()
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -221,20 +238,23 @@ def open_log(run_dir: str | Path, session: int, rank: int) -> Path:
     for number, console in zip((1, 2), consoles, strict=True):
         os.dup2(file, number)
         stream = open(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+        live = None
         if rank == 0:
             live = open(console, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
-            stream = _Tee(stream, live)  # type: ignore[assignment]
-        setattr(sys, "stdout" if number == 1 else "stderr", stream)
+        setattr(sys, "stdout" if number == 1 else "stderr", _Log(stream, live))
     os.close(file)
     return path
 
 
-class _Tee(io.TextIOBase):
-    """Writes to the log file and to the console; redrawn lines (a progress bar's) to the console alone."""
+class _Log(io.TextIOBase):
+    """Writes to the log file and to the console, if any; redrawn lines (a progress bar's) to the console alone.
 
-    def __init__(self, log: TextIO, console: TextIO) -> None:
+    A full disk takes no lines; what is lost with them is no reason to end a run.
+    """
+
+    def __init__(self, log: TextIO, console: TextIO | None) -> None:
         self._log, self.console = log, console
-        self._live = True
+        self._live = console is not None
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -242,8 +262,9 @@ class _Tee(io.TextIOBase):
 
     def write(self, text: str) -> int:
         if "\r" not in text:
-            self._log.write(text)
-        if self._live:
+            with contextlib.suppress(OSError):
+                self._log.write(text)
+        if self.console is not None and self._live:
             try:
                 self.console.write(text)
                 self.console.flush()
@@ -252,10 +273,11 @@ class _Tee(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        self._log.flush()
+        with contextlib.suppress(OSError):
+            self._log.flush()
 
     def isatty(self) -> bool:
-        return self._live and self.console.isatty()
+        return self.console is not None and self._live and self.console.isatty()
 
     def fileno(self) -> int:
         return self._log.fileno()
@@ -317,6 +339,8 @@ class Report:
     end: dict[str, Any] | None = None
     step: int | None = None
     attempt: int | None = None
+    doing: str | None = None
+    beat: int | None = None  # how many it has given: one more whenever it moves
 
     @property
     def here(self) -> bool:
@@ -350,28 +374,30 @@ def read_reports(session: Path) -> dict[int, Report]:
         who = read_json(path)
         if who is None:
             continue
-        step, attempt = _read_at(path.with_suffix(".at"))
         failure, end = read_json(path.with_suffix(".failed.json")), read_json(path.with_suffix(".end.json"))
         known = (who["rank"], who["pid"], who["host"], who.get("started"), who.get("launch"))
-        found[who["rank"]] = Report(*known, failure, end, step, attempt)
+        found[who["rank"]] = Report(*known, failure, end, *_read_at(path.with_suffix(".at")))
     return found
 
 
-def _read_at(path: Path) -> tuple[int | None, int | None]:
+def _read_at(path: Path) -> tuple[int | None, int | None, str | None, int | None]:
     try:
-        step, attempt = path.read_text().split()
-        return int(step), int(attempt)
+        step, attempt, doing, beat = path.read_text().split()
+        return (None, None, doing, int(beat)) if attempt == "-" else (int(step), int(attempt), doing, int(beat))
     except (OSError, ValueError):
-        return None, None
+        return None, None, None, None
+
+
+def log_of(session: Path, rank: int) -> Path:
+    """All that a rank wrote to stdout and stderr."""
+    return session / "logs" / f"rank-{rank:05d}.log"
 
 
 def started(pid: int) -> str | None:
     """When a live process started, in the kernel's ticks; None if there is none. A pid alone comes round again."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    fields = _stat(pid)
+    if len(fields) > 19:
         return None if fields[0] in "ZX" else fields[19]
-    except (OSError, IndexError):
-        pass
     if Path("/proc/self/stat").exists():
         return None
     try:  # no /proc on this system
@@ -379,6 +405,19 @@ def started(pid: int) -> str | None:
     except (ProcessLookupError, PermissionError):
         return None
     return "alive"
+
+
+def process_state(pid: int) -> str | None:
+    """The kernel's letter: R, S, T stopped, D in an uninterruptible wait; None if there is no such process."""
+    return next(iter(_stat(pid)), None)
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat after the command's name; [] if there are none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def alive(pid: int, start: str | None) -> bool:

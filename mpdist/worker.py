@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpdist import blame, watch
 from mpdist.errors import Diverged, MachineError, MpdistError
+from mpdist.lines import no_room
 from mpdist.record import RunDir
 
 if TYPE_CHECKING:
@@ -57,29 +58,47 @@ class Seat:
             return f"the file {STOP}"
         return self.stop.asked
 
-    def at(self, step: int, attempt: int) -> None:
+    def at(self, step: int, attempt: int, doing: str) -> None:
         self.step, self.attempt = step, attempt
         if self.record is not None:
-            self.record.at(step, attempt)
+            self.record.at(step, attempt, doing)
+
+    def doing(self, word: str) -> None:
+        """What this rank turns to, for whoever watches it; see watch.Rank."""
+        if self.record is not None:
+            self.record.doing(word)
+
+    def beat(self) -> None:
+        if self.record is not None:
+            self.record.beat()
 
 
 def main(resolved: Resolved, world: World) -> int:
     """The exit status of this rank; see mpdist.errors."""
     seat = Seat(resolved, world)
-    if seat.given_session is not None:
-        seat.take(seat.given_session)
-    seat.stop.listen(seat.record)
     try:
+        if seat.given_session is not None:
+            seat.take(seat.given_session)
+        seat.stop.listen(seat.record)
         from mpdist import train
 
         return train.run(resolved, seat)
     except (SystemExit, KeyboardInterrupt):
         raise
     except BaseException as error:  # some of torch's errors lie outside Exception
-        return _failed(seat, error)
+        return _failed(seat, _expected(seat, error))
+
+
+def _expected(seat: Seat, error: BaseException) -> BaseException:
+    """A full disk is nobody's bug, whoever meets it."""
+    if isinstance(error, MpdistError) or not no_room(error):
+        return error
+    what = f"{getattr(error, 'filename', None) or seat.run.path}: {getattr(error, 'strerror', None) or error}"
+    return MachineError(what, do="make room and launch again; the run goes on from its last checkpoint")
 
 
 def _failed(seat: Seat, error: BaseException) -> int:
+    seat.run.last_words()
     status = error.status if isinstance(error, MpdistError) else 1
     if seat.record is not None:
         seat.record.failed(error)

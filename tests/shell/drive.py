@@ -1,14 +1,15 @@
-"""`mpdist launch` with the fake worker: drive.py CONFIG RANKS[/NODES/NODE_RANK] [KEY=VALUE ...]. The grace is short."""
+"""`mpdist launch` with the fake worker: drive.py CONFIG RANKS[/NODES/NODE_RANK] [KEY=VALUE ...]. Its patience is short."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from mpdist import cli, launch, supervise
+from mpdist import cli, hang, launch, supervise
 from mpdist.config import load
 
 supervise._GRACE_S = supervise._GRACE_FAILED_S = 1.5
+supervise._STACK_S, hang._GRACE_S = 0.5, (1.0, 1.0)
 
 
 def main() -> int:

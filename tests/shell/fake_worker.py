@@ -61,14 +61,14 @@ def _steps(fake: dict, run: RunDir, record: watch.Rank, stop: watch.Stop, meet: 
                 75,
                 f"stopped by {stop.asked or watch.passed_on(run.session_path())}",
             )
-        record.at(step - 1, step)
+        record.at(step - 1, step, "train")
         kind, at = fake.get("faults", {}).get(str(run.rank), ["", 0])
         if at == step:
             _fault(kind)
         if run.rank == 0:
             print(f"step {step}", flush=True)
         time.sleep(fake.get("sleep", 0.01))
-        record.at(step, step)
+        record.at(step, step, "train")
     return _end(run, record, "done", fake.get("steps", 3), 0)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import pytest
 from mpdist import blame, watch
 from mpdist.blame import Agent, first_failure
 from mpdist.errors import CheckpointError, Diverged
+from mpdist.hang import Finding
 
 LOG = """\
 [rank1]: no module called fla_attn
@@ -113,6 +116,72 @@ def test_c93_a_rank_that_hangs_is_named_by_its_silence() -> None:
     assert first.reason.startswith("rank 1 stopped answering at attempt 3; rank 0 gave up: Timed out")
 
 
+FOUND = Finding(1, 2, 3, "", "rank 1 in drill.strike (mpdist/drill.py:73), rank 0 waiting in x", "  rank 1\n    strike")
+
+
+def test_the_stacks_say_which_of_the_silent_ranks_hangs_and_where() -> None:
+    lost = failed(0, 10.0, "Timed out waiting 8000ms for recv", lost=True)
+    first = first_failure(ranks(lost, report(1), report(2)), {}, Agent.read(""), replace(FOUND, rank=2))
+    assert first is not None
+    assert (first.rank, first.exit) == (2, 4)
+    first = first_failure(ranks(lost, report(1)), {}, Agent.read(""), FOUND)
+    assert first is not None
+    assert first.reason == (
+        "rank 1 stopped answering at attempt 3; rank 0 gave up: Timed out waiting 8000ms for recv;"
+        " rank 1 in drill.strike (mpdist/drill.py:73), rank 0 waiting in x"
+    )
+    assert first.text == f"{first.reason}\n  rank 1\n    strike"
+    dead = first_failure(ranks(lost, report(1)), {1: 9.9}, Agent.read(""), FOUND)
+    assert dead is not None
+    assert "strike" not in dead.text, "a rank that died is another matter"
+
+
+def test_ranks_in_different_collectives_that_all_gave_up() -> None:
+    both = ranks(*(failed(r, 10.0 + r, "Timed out waiting 8000ms for recv", lost=True) for r in (0, 1)))
+    apart = replace(FOUND, rank=None, head="the ranks wait in different collectives", where="rank 0 in x, rank 1 in y")
+    first = first_failure(both, {}, Agent.read(""), replace(apart, apart=True))
+    assert first is not None
+    assert (first.rank, first.exit) == (None, 1)
+    assert first.reason.startswith(
+        "the ranks wait in different collectives: rank 0 in x, rank 1 in y; rank 0 gave up: Timed"
+    )
+    first = first_failure(both, {}, Agent.read(""), apart)
+    assert first is not None
+    assert first.reason == "Timed out waiting 8000ms for recv", "one collective: the connection is to blame"
+
+
+def test_what_the_launcher_has_ended_itself() -> None:
+    first = blame.stood_still(ranks(report(0), report(1)), "no rank of this node has moved for 17 s", FOUND)
+    assert (first.rank, first.exit) == (1, 4)
+    assert first.reason.startswith(
+        "rank 1 stopped answering at attempt 3; no rank of this node has moved for 17 s; rank 1 in d"
+    )
+    apart = replace(FOUND, rank=None, head="the ranks wait in different collectives")
+    first = blame.stood_still(ranks(report(0), report(1)), "no rank has moved", apart)
+    assert (first.rank, first.exit) == (None, 4)
+    assert first.reason.startswith("no rank has moved; the ranks wait in different collectives: rank 1 in drill.strike")
+    assert blame.stood_still({}, "no rank has moved", None).reason == "no rank has moved", "a full disk takes no stacks"
+
+
+NCCL = """[rank0]:[E321 02:07:08.408271257 ProcessGroupNCCL.cpp:607] [Rank 0] Watchdog caught collective operation timeout: \
+WorkNCCL(SeqNum=1580, OpType=ALLREDUCE, NumelIn=4, NumelOut=4, Timeout(ms)=600000) ran for 600060 milliseconds before timing out.
+Fatal Python error: Aborted
+"""
+
+
+def test_nccls_watchdog_kills_the_rank_that_waited_not_the_one_to_blame() -> None:
+    ended = report(0, end={"time": 9.9, "proper": False, "status": -signal.SIGABRT})
+    for given in (report(0), ended):
+        told = blame.spoken_for(given, 9.9, -signal.SIGABRT, NCCL)
+        first = first_failure(ranks(told, report(1)), {0: 9.9}, Agent.read(""))
+        assert first is not None
+        assert (first.rank, first.exit) == (1, 4)
+        assert "rank 0 gave up: collective operation timeout: WorkNCCL(SeqNum=1580, OpType=ALLREDUCE" in first.reason
+        assert first.reason.endswith("ran for 600060 milliseconds")
+    assert blame.spoken_for(report(0), 9.9, -signal.SIGABRT, "free(): invalid pointer") == report(0)
+    assert blame.spoken_for(report(0), 9.9, -signal.SIGKILL, NCCL) == report(0)
+
+
 def test_a_rank_that_died_before_it_could_report() -> None:
     first = first_failure(ranks(report(0)), {}, Agent(codes={101: 1}, ranks={101: 1}, complete=True))
     assert first is not None
@@ -145,17 +214,48 @@ def test_an_error_that_all_ranks_raise_is_the_one_ranks_where_it_arose() -> None
 def test_a_rank_records_what_happens_to_it(tmp_path: Path) -> None:
     record = watch.report_rank(tmp_path, 1, 3)
     assert watch.read_reports(tmp_path / "sessions/0001")[3].step is None
-    record.at(7, 9)
+    record.at(7, 9, "eval")
     try:
         raise KeyError("x")
     except KeyError as error:
         record.failed(error)
     record.failed(CheckpointError("a second one does not replace the first"))
     found = watch.read_reports(tmp_path / "sessions/0001")[3]
-    assert (found.pid, found.step, found.attempt, found.alive, found.end) == (os.getpid(), 7, 9, True, None)
+    assert (found.pid, found.step, found.attempt, found.doing, found.alive, found.end) == (
+        os.getpid(),
+        7,
+        9,
+        "eval",
+        True,
+        None,
+    )
     assert found.failure is not None
     assert found.failure["message"] == "KeyError: 'x'"
     assert found.failure["trace"].rstrip().endswith("KeyError: 'x'")
+
+
+def test_a_rank_gives_a_beat_whenever_it_turns_to_something_and_now_and_then_while_it_is_at_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = watch.report_rank(tmp_path, 1, 3)
+
+    def said() -> tuple[int | None, str | None, int | None]:
+        found = watch.read_reports(tmp_path / "sessions/0001")[3]
+        return found.attempt, found.doing, found.beat
+
+    assert said() == (None, "start", 1)
+    record.doing("load")
+    assert said() == (None, "load", 2)
+    record.at(0, 1, "train")
+    record.doing("eval")
+    record.doing("eval")
+    assert said() == (1, "eval", 5)
+    for _ in range(100):
+        record.beat()
+    assert said()[2] == 5
+    monkeypatch.setattr(watch, "_BEAT_S", 0.0)
+    record.beat()
+    assert said() == (1, "eval", 6)
 
 
 def test_a_pid_that_came_round_again_is_not_the_rank() -> None:

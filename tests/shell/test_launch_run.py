@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -268,6 +269,38 @@ def test_a_rank_that_fails_before_it_can_report(start: Start) -> None:
     assert "ImportError: no module called fla_attn" in run.err
     assert run.err.splitlines()[-1] == "rank 1 left with status 1 while starting"
     assert run.status()["rank"] == 1
+
+
+def findings(run: Launched) -> list[tuple[int, str]]:
+    path = run.run / "events.jsonl"
+    events = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [(event["rank"], event["reason"]) for event in events if event["event"] == "finding"]
+
+
+def test_c93_a_rank_that_stands_still_is_noticed_left_alone_and_ended_when_patience_is_used_up(start: Start) -> None:
+    run = start({"steps": 1000, "sleep": 0.02}, "launch.timeout=6s")
+    pid = run.wait_for_step(2)[1].pid
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: len(findings(run)) == 1)
+    os.kill(pid, signal.SIGCONT)
+    run.wait_for_step((run.reports()[1].step or 0) + 5)
+    os.kill(pid, signal.SIGSTOP)
+    assert run.end() == 4, (run.out, run.err)
+    mute = "rank 1 does not answer the request for its stack (state T: stopped)"
+    noticed = findings(run)
+    assert [rank for rank, _ in noticed] == [1, 1]
+    for _, reason in noticed:
+        assert reason.startswith("rank 1 did not arrive (attempt ")
+        assert f"{mute}, rank 0 in _until (shell/fake_worker.py:" in reason
+        assert re.search(rf"warning: no rank of this node has moved for \d s; {re.escape(reason)}", run.out)
+    status = run.status()
+    assert (status["state"], status["rank"], status["exit"]) == ("failed", 1, 4)
+    assert status["reason"].startswith(
+        f"rank 1 stopped answering at attempt {status['attempt']} (train); no rank of this "
+    )
+    assert "s (launch.timeout = 6 s); " + mute in status["reason"]
+    assert run.err.splitlines()[-1] == status["reason"]
+    assert "in _until" in run.log(0), "the stacks are in the logs"
 
 
 # -- signals -----------------------------------------------------------------------------------------------------------

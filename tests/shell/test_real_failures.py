@@ -88,13 +88,36 @@ def test_c93_c94_under_bare_torchrun_the_ranks_say_it_themselves(tmp_path: Path,
     assert job.err.partition("torch/distributed/elastic")[0].splitlines()[-2] == recorded["reason"]
 
 
-def test_a_rank_that_hangs_is_named_and_its_log_says_where(tmp_path: Path, jobs: Jobs) -> None:
-    config = tiny.config(tmp_path, drill={"hang_at": {"attempt": 3, "rank": 1}}, launch__timeout="6s")
-    job = jobs.launch(config)
-    job.wait_for_attempt(3, rank=1)
-    assert named(job, 4, 1, "rank 1 stopped answering at attempt 3", within_s=30)["step"] == 2
-    assert "the one to read: rank-00001.log" in job.err
-    assert "in strike" in job.log("rank-00001")
+def test_c93_a_hang_ends_with_the_rank_the_collective_and_the_stack(tmp_path: Path, jobs: Jobs) -> None:
+    started = {}
+    for rank, ranks in ((1, 2), (0, 1)):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        config = tiny.config(folder, drill={"hang_at": {"attempt": 3, "rank": rank}}, launch__timeout="10s")
+        started[rank] = jobs.launch(config, "--ranks", str(ranks))
+    # The rank that waits has a timeout; the rank that is alone would be silent for ever.
+    why = {1: "rank 0 gave up: RuntimeError: Timed out waiting 10000ms", 0: "no rank of this node has moved for "}
+    for rank, job in started.items():
+        job.wait_for_attempt(3, rank=rank)
+        assert job.end(60) == 4, (job.out, job.err)
+        recorded = state(job.run)
+        assert (recorded["state"], recorded["rank"], recorded["exit"], recorded["step"]) == ("failed", rank, 4, 2)
+        assert recorded["reason"].startswith(f"rank {rank} stopped answering at attempt 3 (train); {why[rank]}")
+        assert f"; rank {rank} in drill.strike (mpdist/drill.py:" in recorded["reason"]
+        head, reason, title, top, *_ = job.err.splitlines()
+        assert head.endswith(f"the one to read: rank-{rank:05d}.log")
+        assert reason == recorded["reason"]
+        assert title == f"  rank {rank}, most recent call first:"
+        assert top.startswith("    drill.strike (mpdist/drill.py:")
+        assert "    train.loop (mpdist/train.py:" in job.err
+        assert left(job).events("end")[-1]["reason"] == recorded["reason"]
+        (noticed,) = left(job).events("finding")
+        assert (noticed["rank"], noticed["step"], noticed["attempt"]) == (rank, 2, 3)
+        assert f" s; {noticed['reason']}\n" in job.out
+        assert "in strike" in job.log(f"rank-{rank:05d}")
+    waiting = "rank 0 waiting in all_gather_single in train.attempt (mpdist/train.py:"
+    assert waiting in state(started[1].run)["reason"]
+    assert waiting in left(started[1]).events("finding")[0]["reason"]
 
 
 def test_c91_a_rank_that_does_not_come_is_named_in_time(tmp_path: Path, jobs: Jobs) -> None:

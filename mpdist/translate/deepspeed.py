@@ -364,7 +364,7 @@ def _finish_scale(draft: Draft) -> None:
     overflow(draft)
     interval = facts.deepspeed_default(draft, "fp16.loss_scale_window")
     draft.default(f"fp16.loss_scale_window: {interval}", {"precision.scale.interval": interval})
-    if whole(zero.value_of(draft, "fp16.hysteresis", facts.deepspeed_default(draft, "fp16.hysteresis"))) > 1:
+    if draft.deepspeed.get("fp16.hysteresis") is None and whole(facts.deepspeed_default(draft, "fp16.hysteresis")) > 1:
         draft.note("fp16.hysteresis is 2 by default: there the scale falls at the second overflow, here at each one.")
     draft.note(
         "DeepSpeed's scale grows one step later, and in that step its gradients are half of what they should be. Here "

@@ -91,7 +91,7 @@ class Draft:
         key = ".".join(path)
         if key in document.secrets:
             return Verdict(
-                NONE, "it looks like a secret and is not copied; HF_TOKEN or WANDB_API_KEY are read here too"
+                NONE, "it looks like a secret and is not copied: HF_TOKEN or WANDB_API_KEY in the environment"
             )
         rule = find(rules, path)
         if rule is None:

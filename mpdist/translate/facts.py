@@ -211,8 +211,8 @@ def batch(draft: Draft) -> Batch:
     total, size, count = (None if value is None else whole(value) for value in known.values())
     if count is None and draft.accelerate.get("deepspeed_config.gradient_accumulation_steps", "auto") != "auto":
         count = whole(draft.accelerate.get("deepspeed_config.gradient_accumulation_steps"))
-    if draft.deepspeed.given and count is None and (total is None or size is None or parallel is None):
-        count = None if "gradient_accumulation_steps" in draft.deepspeed.values else 1
+    if draft.deepspeed.given and count is None and "gradient_accumulation_steps" not in draft.deepspeed.values:
+        count = 1 if total is None or size is None else None
     if total is None and size and count and parallel:
         total = size * count * parallel
     if size is None and total and parallel and count:
@@ -253,6 +253,7 @@ _SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumu
 def fill(draft: Draft) -> None:
     """Replaces DeepSpeed's "auto" as transformers or accelerate would, and refuses what they refuse."""
     if not draft.deepspeed.given:
+        _check_plugin(draft)
         return
     if draft.trainer.given:
         fillers, who = _from_trainer(draft), "TrainingArguments"
@@ -269,6 +270,19 @@ def fill(draft: Draft) -> None:
             what = f"{draft.deepspeed.prefix}{key} = {written}, but {words}"
             why = "transformers refuses a DeepSpeed file that says other than the TrainingArguments"
             draft.problems.append(UsageError(what, why, 'make them equal, or write "auto" in the DeepSpeed file'))
+
+
+def _check_plugin(draft: Draft) -> None:
+    """accelerate's DeepSpeed without a file of DeepSpeed is held against the TrainingArguments all the same."""
+    if not draft.trainer.given or str(draft.accelerate.get("distributed_type")).upper() != "DEEPSPEED":
+        return
+    pairs = (("gradient_accumulation_steps", "gradient_accumulation_steps"), ("gradient_clipping", "max_grad_norm"))
+    for name, key in pairs if draft.accelerate.get("deepspeed_config.deepspeed_config_file") is None else ():
+        written, value = draft.accelerate.get(f"deepspeed_config.{name}", "auto"), trainer_value(draft, key)
+        if written not in ("auto", "none") and number(written) != number(value):
+            what = f"deepspeed_config.{name} = {written}, but {key} = {value} in the TrainingArguments"
+            do = "make them equal, or take the key out of accelerate's file"
+            draft.problems.append(UsageError(what, "transformers refuses the two together", do))
 
 
 _Fillers = dict[str, tuple[Any, str, bool]]

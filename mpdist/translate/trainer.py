@@ -462,6 +462,10 @@ def _notes(draft: Draft, compute: str) -> None:
         "The Trainer's masters have the dtype in which the script loads the model, which since transformers 5 is that of "
         "the file. Here they are FP32 whatever the file has; precision.master: compute is 16-bit training."
     )
+    if (facts.batch(draft).accumulation or 1) > 1 and draft.get("shard.engine") in ("ddp", "fsdp2"):
+        draft.note(
+            "The Trainer sends gradients once a step (no_sync); reduce.when: last does, the default does at each micro-batch."
+        )
     if compute == "fp16":
         draft.note("The Trainer's global_step counts skipped steps too; here steps are those that were applied.")
     if draft.trainer.get("save_total_limit", 0) == 0 and "save_total_limit" not in draft.trainer.values:

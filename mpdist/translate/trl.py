@@ -149,7 +149,7 @@ def _source(item: dict[str, Any], draft: Draft) -> dict[str, Any]:
         source["format"] = "messages"
     elif "completion" in columns or draft.trainer.flag("completion_only_loss"):
         source["format"] = "prompt_completion"
-    elif "text" in columns:
+    elif "text" in columns or source["path"].endswith(".txt") or draft.trainer.get("block_size") is not None:
         source["format"] = "text"
     return source
 

@@ -123,3 +123,15 @@ def test_a_dry_launch_imports_no_torch(tmp_path: Path, config: Path) -> None:
     assert status == 0
     assert not outside(names) & HEAVY
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_refused_file_of_another_trainer_imports_no_library_of_its(tmp_path: Path) -> None:
+    (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 7}}')
+    for arguments in (
+        ["--from-deepspeed", "zero.json"],
+        ["--from-trainer", "zero.json"],
+        ["--from-accelerate", "none"],
+    ):
+        status, names = probe(tmp_path, "config", *arguments)
+        assert status == 2
+        assert outside(names) <= CONFIG_LIBRARIES, arguments

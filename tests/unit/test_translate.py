@@ -145,6 +145,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     },
     "run_clm.json": {
         "name": "gpt2-notes", "out_dir": "/scratch/out", "seed": 7, "model.path": "gpt2",
+        "data.train": [{"path": "train.txt", "format": "text"}], "data.eval": [{"path": "valid.txt", "format": "text"}],
         "data.seq_len": 1024, "data.packing": "concat", "batch.micro": 4, "batch.global": 64,
         "precision.compute": "fp16", "precision.scale.on_overflow": "next", "shard.engine": "ddp",
         "optim.name": "adamw", "optim.lr": 1e-4, "optim.betas": [0.9, 0.98], "optim.eps": 1e-6,
@@ -191,6 +192,7 @@ def test_verdicts_of_each_kind(tmp_path: Path) -> None:
     assert found["main_process_ip"] == (SAME, "not set there either")
     assert "CUDA_VISIBLE_DEVICES=0,1,2,3" in found["gpu_ids"][1]
     found = verdicts(translated(tmp_path, "alone.json")[0])
+    assert found["train_batch_size"] == (TRANSLATED, "4 x n micro-batches x n ranks")
     assert found["optimizer.params.lr"] == (SAME, "warmup_max_lr = 0.001 decides, as it does there")
     assert found["optimizer.params.weight_decay"][0] == OTHER  # biases too
     assert found["fp16.hysteresis"][0] == NONE
@@ -290,6 +292,8 @@ def test_what_transformers_refuses_together_is_refused(tmp_path: Path) -> None:
         assert key in said
     assert "gradient_clipping" not in said  # both are off
     assert 'write "auto"' in said
+    with pytest.raises(UsageError, match=r"gradient_accumulation_steps = 4, but gradient_accumulation_steps = 2"):
+        translated(tmp_path, "plugin.yaml", "sft.yaml")
     both = FILES["plugin.yaml"].replace("zero_stage: 3", "zero_stage: 3\n  deepspeed_config_file: alone.json")
     with pytest.raises(UsageError, match=r"mixed_precision = bf16, but fp16\.enabled"):
         translated(tmp_path, "alone.json", accelerate=both)
@@ -309,6 +313,11 @@ def test_a_file_that_another_file_names_is_asked_for(tmp_path: Path) -> None:
     assert verdicts(draft)["deepspeed"] == (NONE, "it was not read: give --from-deepspeed FILE beside this one")
     assert "# DECIDE engine: deepspeed" in printed
     assert "shard.engine" not in ours(draft)
+    # accelerate's file decides it after all: nothing is open any more.
+    file = FILES["plugin.yaml"].replace("  gradient_accumulation_steps: 4\n  gradient_clipping: 0.5\n", "")
+    draft, _ = translated(tmp_path, accelerate=file, trainer='{"output_dir": "out", "deepspeed": "zero3.json"}')
+    assert ours(draft)["shard.engine"] == "deepspeed"
+    assert "shard.engine" not in draft.open
     named = "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {deepspeed_config_file: z.json, zero3_init_flag: true}\n"
     draft, printed = translated(tmp_path, accelerate=named)
     assert verdicts(draft)["deepspeed_config.deepspeed_config_file"][0] == NONE
@@ -473,7 +482,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     captured = capsys.readouterr()
     assert captured.out.startswith("# An mpdist configuration, translated from ")
     assert "is not installed: whether it takes the file" in captured.out
-    assert "to fill in: data.train, data.eval" in captured.err
+    assert " translated, " in captured.err
     for more, said in ((["run.yaml"], "give no CONFIG"), (["--yaml"], "no other output")):
         assert cli.main([*words, *more]) == 2
         assert said in capsys.readouterr().err

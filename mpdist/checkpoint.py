@@ -16,12 +16,9 @@ opened before the manifest has been checked against the files, and no pickle in 
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
 import math
 import os
-import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,25 +30,11 @@ import torch.distributed as dist
 from torch import nn
 
 from mpdist.errors import CheckpointError
-from mpdist.lines import dump, no_room, number, sync_folder, write_atomic, written_openly
+from mpdist.lines import dump, no_room, sync_folder, write_atomic, written_openly
 from mpdist.model import persistent_buffers
 from mpdist.optim import Optimizer
 from mpdist.shard import Engine, Part
-
-MANIFEST = "manifest.json"
-_FORMAT = 2
-_NAME = "step-{:08d}"
-
-
-def name_of(step: int) -> str:
-    return _NAME.format(step)
-
-
-def step_of(name: str) -> int | None:
-    """The step that a checkpoint's folder is named after; None for names that no checkpoint of ours has."""
-    step = int(name[5:]) if re.fullmatch(r"step-[0-9]{8,}", name) else None
-    return step if step is not None and name_of(step) == name else None
-
+from mpdist.shelf import FORMAT, name_of, remove, write_manifest
 
 # -- what is saved ----------------------------------------------------------------------------------------------------
 
@@ -259,7 +242,7 @@ def write(
 
     def begin() -> None:
         if rank == 0:
-            _remove(aside)
+            remove(aside)
             (aside / "rng").mkdir(parents=True)
             if hf is not None:
                 shutil.copytree(hf, aside / "hf")
@@ -289,7 +272,7 @@ def write(
         together(publish, what, group)
     except CheckpointError:
         if rank == 0:
-            _remove(aside)
+            remove(aside)
         raise
 
 
@@ -311,7 +294,7 @@ def _publish(final: Path, aside: Path, digests: list[dict[str, tuple[int, str]]]
     write_manifest(
         aside,
         {
-            "format": _FORMAT,
+            "format": FORMAT,
             "step": state["step"],
             "eval_loss": snapshot.eval_loss,
             "world": dist.get_world_size(),
@@ -321,100 +304,11 @@ def _publish(final: Path, aside: Path, digests: list[dict[str, tuple[int, str]]]
         },
     )
     old = final.with_name(f".{final.name}.old")
-    _remove(old)  # a kill may have left one, and a folder is not renamed onto another
+    remove(old)  # a kill may have left one, and a folder is not renamed onto another
     if final.exists():  # superseded work of the same step, or one that was found altered
         os.rename(final, old)
     os.rename(aside, final)
     sync_folder(final.parent)
     write_atomic(final.parent / "latest", final.name + "\n")
-    _remove(old)
+    remove(old)
     return sum(size for size, _ in listed.values())
-
-
-def _remove(path: Path) -> None:
-    """Whatever it is; what cannot be removed stays."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
-
-
-# -- the manifest -----------------------------------------------------------------------------------------------------
-
-
-def write_manifest(folder: Path, values: dict[str, Any]) -> None:
-    """Written whole or not at all. It ends with a digest of itself."""
-    write_atomic(folder / MANIFEST, dump({**values, "sha256": _seal(values)}, indent=1) + "\n")
-
-
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """What a checkpoint says of itself. Raises CheckpointError where that cannot be used."""
-    try:
-        values = json.loads((folder / MANIFEST).read_bytes())
-        form, seal, step = values.get("format"), values.pop("sha256", None), values.get("step")
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{MANIFEST} cannot be used: {error}") from error
-    if form != _FORMAT:
-        raise CheckpointError(f"{MANIFEST} has format {form}, and this version of mpdist reads {_FORMAT}")
-    if seal != _seal(values):
-        raise CheckpointError(f"{MANIFEST} was altered: it does not match the SHA-256 that it ends with")
-    if step_of(folder.name) not in (step, None):
-        raise CheckpointError(f"{MANIFEST} is that of {name_of(step)}, so this folder was renamed or mixed from two")
-    return dict(values)
-
-
-def _seal(values: dict[str, Any]) -> str:
-    return hashlib.sha256(dump(values).encode()).hexdigest()
-
-
-# -- which ones stay --------------------------------------------------------------------------------------------------
-
-
-def published(folder: Path) -> list[Path]:
-    """The run's own checkpoints, oldest first. What else lies there (`step-final`, a copy) is somebody's, not ours."""
-    paths = folder.iterdir() if folder.is_dir() else ()
-    steps = sorted(step for path in paths if path.is_dir() and (step := step_of(path.name)) is not None)
-    return [folder / name_of(step) for step in steps]
-
-
-def evaluated(folder: Path, step: int, loss: float) -> None:
-    """Notes the loss of an evaluation that was made after the checkpoint of the same step."""
-    path = folder / name_of(step)
-    write_manifest(path, {**read_manifest(path), "eval_loss": loss})
-
-
-def retain(folder: Path, step: int, keep: int, keep_best: int) -> list[str]:
-    """Moves `best`, then removes all but the `keep` newest checkpoints and the `keep_best` of lowest evaluation loss;
-    returns what it removed. Rank 0 only, once the checkpoint of `step` is published and while no save is under way.
-
-    All is found anew from what lies there, so what a kill left undone is done by the next save. A checkpoint that does
-    not know itself counts for neither; nor do those behind `step`, which a resume has passed over.
-    """
-    there = [path for path in published(folder) if (step_of(path.name) or 0) <= step]
-    losses: dict[Path, float] = {}
-    for path in there:
-        with contextlib.suppress(CheckpointError):
-            loss = number(read_manifest(path)["eval_loss"])
-            losses[path] = math.inf if loss is None or math.isnan(loss) else loss
-    newest = [path for path in there if path in losses][-keep:]
-    ranked = sorted((path for path in losses if math.isfinite(losses[path])), key=lambda path: losses[path])
-    kept = {*newest, *ranked[:keep_best], folder / name_of(step)}
-    best = next((path for path in ranked if path in kept), None)
-    if best is not None:
-        write_atomic(folder / "best", best.name + "\n")
-    else:
-        (folder / "best").unlink(missing_ok=True)
-    older = there[: there.index(newest[0])] if newest else []
-    gone = [path for path in there if path not in kept and (path in losses or path in older)]
-    for path in gone:  # by a rename first: half of a checkpoint must not look like one
-        with contextlib.suppress(OSError):  # still in somebody's use; the next save tries again
-            os.rename(path, path.with_name(f".{path.name}.old"))
-    clear(folder)
-    return [path.name for path in gone]
-
-
-def clear(folder: Path) -> None:
-    """Removes what saves have left half-done. Rank 0 only, and only while no save is under way."""
-    for pattern in (".step-*.aside", ".step-*.old"):
-        for left in folder.glob(pattern):
-            _remove(left)

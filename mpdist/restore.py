@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mpdist.checkpoint import MANIFEST, published, read_manifest, tensors, together
+from mpdist.checkpoint import tensors, together
 from mpdist.errors import CheckpointError
 from mpdist.optim import Optimizer
 from mpdist.shard import Engine
+from mpdist.shelf import MANIFEST, published, read_manifest
 
 _STATE = "state.json"
 _TENSORS = "tensors"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from mpdist import checkpoint, diagnose, ledger, restore, space, watch
+from mpdist import diagnose, ledger, restore, shelf, space, watch
 from mpdist.assemble import assemble, save_hf, switches, worlds_plan
 from mpdist.clock import Clock, Rate
 from mpdist.config import leaves
@@ -118,7 +118,7 @@ class Session:
         self.progress = self.progress_shown() if self.first else None
         self.rate = Rate(self.clock)
         self.versions = environment()["versions"]
-        on_first(lambda: checkpoint.clear(self.run.checkpoints))  # a kill may have left a save half-done
+        on_first(lambda: shelf.clear(self.run.checkpoints))  # a kill may have left a save half-done
         self.saver = Saver(
             self.run.checkpoints, background=cfg.checkpoint.background, hf=self.hf, published=self.published,
             written=lambda step: self.run.event("save", step, reason="written"),
@@ -402,7 +402,7 @@ class Session:
         self.retain(step)
 
     def retain(self, step: int) -> None:
-        checkpoint.retain(self.run.checkpoints, step, self.cfg.checkpoint.keep, self.cfg.checkpoint.keep_best)
+        shelf.retain(self.run.checkpoints, step, self.cfg.checkpoint.keep, self.cfg.checkpoint.keep_best)
 
     def write_ledger(self, gradients: list[torch.Tensor]) -> None:
         """Collective, once: the live tensors of every rank by class, beside the plan."""
@@ -444,7 +444,7 @@ class Session:
     def evaluated_late(self, step: int) -> None:
         """Rank 0: the checkpoint of this step was there before its evaluation."""
         assert self.evaluated is not None
-        checkpoint.evaluated(self.run.checkpoints, step, self.evaluated[1])
+        shelf.evaluated(self.run.checkpoints, step, self.evaluated[1])
         self.retain(step)
 
     def close(self, state: str, status: int, reason: str) -> None:

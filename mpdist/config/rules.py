@@ -292,7 +292,7 @@ def _schedule(v: _View) -> Iterator[MpdistError]:
 
 def _evaluation(v: _View) -> Iterator[MpdistError]:
     if not v.config.data.eval:
-        for name in ("eval.every", "eval.rows"):
+        for name in ("eval.every", "eval.rows", "checkpoint.keep_best"):
             yield from v.no_effect(name, "data.eval is empty", "take it out, or give data.eval a source")
 
 

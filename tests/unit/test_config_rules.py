@@ -59,6 +59,7 @@ REFUSED = [
     ("optim.weight_decay=0 optim.decay=all", "no effect"),
     ("eval.every=10", "no effect"),
     ("eval.rows=10", "no effect"),
+    ("checkpoint.keep_best=2", "no effect"),
     ("track.wandb.mode=disabled track.wandb.project=x", "no effect"),
 ]
 

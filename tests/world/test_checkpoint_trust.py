@@ -53,7 +53,8 @@ def flip(path: Path, at: float = 0.5) -> None:
 
 def reseal(checkpoint: Path) -> None:
     """Makes the manifest match whatever now lies there, as an attacker would."""
-    from mpdist.checkpoint import MANIFEST, _digests, read_manifest, write_manifest
+    from mpdist.checkpoint import _digests
+    from mpdist.shelf import MANIFEST, read_manifest, write_manifest
 
     names = [path.relative_to(checkpoint).as_posix() for path in files(checkpoint) if path.name != MANIFEST]
     entries = {name: {"bytes": size, "sha256": sha} for name, (size, sha) in _digests(checkpoint, names).items()}
@@ -80,8 +81,8 @@ def test_a_flipped_byte_in_any_file_is_named(checkpoints: Path, at: float) -> No
 
 
 def test_no_byte_of_the_manifest_can_change_unseen(checkpoints: Path) -> None:
-    from mpdist.checkpoint import MANIFEST, read_manifest
     from mpdist.errors import CheckpointError
+    from mpdist.shelf import MANIFEST, read_manifest
 
     path = checkpoints / NEW / MANIFEST
     whole, meant = path.read_bytes(), read_manifest(checkpoints / NEW)
@@ -136,14 +137,14 @@ def the_manifest_of_another(old: Path, new: Path) -> str:
 
 
 def a_manifest_of_nothing(_: Path, new: Path) -> str:
-    from mpdist.checkpoint import read_manifest, write_manifest
+    from mpdist.shelf import read_manifest, write_manifest
 
     write_manifest(new, {**read_manifest(new), "files": []})
     return "hf/chat_template.jinja is not in the manifest"
 
 
 def the_format_of_another_version(_: Path, new: Path) -> str:
-    from mpdist.checkpoint import read_manifest, write_manifest
+    from mpdist.shelf import read_manifest, write_manifest
 
     write_manifest(new, {**read_manifest(new), "format": 1})
     return "manifest.json has format 1"

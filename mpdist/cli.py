@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import mpdist
-from mpdist.errors import MpdistError, UsageError
+from mpdist.errors import MachineError, MpdistError, UsageError
 
 if TYPE_CHECKING:
     from mpdist.config import Resolved
@@ -281,6 +281,34 @@ def _export(argv: Sequence[str]) -> int:
     return export.run(arguments.source, arguments.folder, arguments.dtype)
 
 
+def _numerics(argv: Sequence[str]) -> int:
+    parser = _Parser(
+        "numerics",
+        "formats: the float formats side by side, each figure checked against the format's bit patterns.\n"
+        "lab: train one small problem in emulated formats, and see what casts, scales and accumulators do to it.",
+        "examples:\n  mpdist numerics formats\n  mpdist numerics lab --json",
+    )
+    parser.add_argument("what", choices=("formats", "lab"))
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    arguments = parser.parse_args(list(argv))
+    import os
+
+    from mpdist.lines import dump
+
+    for library in ("OPENBLAS", "OMP", "MKL"):  # the order of a sum moves its last digits
+        os.environ[f"{library}_NUM_THREADS"] = "1"
+    if arguments.what == "formats":
+        from mpdist.numerics import table
+
+        print(dump(table.rows(), indent=2) if arguments.json else table.text())
+        return 0
+    from mpdist.numerics import lab, report
+
+    found = lab.run(lambda line: print(line, file=sys.stderr, flush=True))
+    print(dump(report.as_json(found), indent=2) if arguments.json else report.text(found))
+    return 0
+
+
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "launch": (_launch, "train: check, plan, freeze the run directory, run torchrun, return the run's status"),
     "plan": (_plan, "what follows from a config: bytes a rank, batch arithmetic, traffic, whether it fits"),
@@ -290,6 +318,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     ),
     "configs": (_configs, "the configs and recipes that come with mpdist: list, show, copy"),
     "prepare": (_prepare, "tokenise, pack and index the data before any GPU is held"),
+    "numerics": (_numerics, "the float formats checked bit by bit, and a lab that trains in emulated ones"),
     "export": (_export, "a folder that from_pretrained loads, from a run or a checkpoint"),
 }
 
@@ -362,6 +391,15 @@ def reported(work: Callable[[], Any]) -> int:
     except MpdistError as error:
         print(error, file=sys.stderr)
         return error.status
+    except OSError as error:
+        from mpdist.lines import no_room
+
+        if not no_room(error):
+            raise
+        print(
+            f"{error.filename or 'a file'}: {error.strerror or error}\n  do:  make room and try again", file=sys.stderr
+        )
+        return MachineError.status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

@@ -1,0 +1,1 @@
+"""What float formats do to numbers, shown on the host in NumPy: rounding to any of them, and a lab that trains in them."""

@@ -135,9 +135,11 @@ class Rig:
         index = (labels != IGNORED).nonzero().squeeze(1)
         positions = torch.arange(part.ids.shape[1]).expand(part.ids.shape)
         value = torch.tensor(factor, dtype=torch.float32)
-        objective, loss, _ = self.engine.module(
+        objective, loss, extra = self.engine.module(
             input_ids=part.ids, position_ids=positions, index=index, targets=labels[index], factor=value
         )
+        if extra is not None:
+            objective = objective + extra * (part.tokens * factor)
         return objective, loss
 
     def full(self, locals_: list[Any] | None = None) -> dict[str, Any]:
@@ -169,6 +171,8 @@ def rig(
     scale: dict[str, Any] | None = None,
     clip: float | None = None,
     offload: str = "none",
+    freeze: tuple[str, ...] = (),
+    checkpointing: str = "none",
     **changes: Any,
 ) -> Rig:
     """Collective. TINY with `changes` (or the model in the folder `path`) under an engine; local: ranks a node.
@@ -195,7 +199,10 @@ def rig(
     if model is None:
         config = models.read_config(source)
         built = models.build(config, "sdpa")
+        if freeze:
+            models.freeze(built, list(freeze))
         blocks = models.find_blocks(built)
+        models.checkpoint_blocks(blocks, checkpointing)
         models.give_loss(built, 16)
     policy = Policy(DTYPES[compute], torch.float32 if master == "fp32" else DTYPES[compute], keep_fp32)
     shards = 1 if engine == "ddp" else ranks // replicas

@@ -1,6 +1,6 @@
 """Where a rank stands, read from the stacks in its log or from the traceback of its error.
 
-The launcher asks a rank for its stacks by SIGUSR2; faulthandler writes them into the rank's log, also while the rank is
+The launcher asks a rank for its stacks by a signal; faulthandler writes them into the rank's log, also while the rank is
 blocked in C. A line before them says which beat the launcher saw last (mpdist.watch), so that a dump counts only as
 long as its rank has not moved since.
 
@@ -23,7 +23,7 @@ from mpdist.watch import Report, log_of, process_state, read_text_tail
 _QUESTION = re.compile(r"^mpdist launch asks for the stacks of this rank at beat (\d+|None): .*$", re.MULTILINE)
 _SILENCE = re.compile(r"^mpdist launch got no answer; the process is in state (\S+)", re.MULTILINE)
 _THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)(?: \[.*\])? \(most recent call first\):$")
-_FRAME = re.compile(r'^  File "([^<].*)", line (\d+) in (.+)$')  # none of <frozen runpy>
+_FRAME = re.compile(r'^  File "((?!<frozen ).+)", line (\d+) in (.+)$')  # none of runpy
 _TRACED = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 _LIBRARY = re.compile(r"^.*/(?:site-packages|dist-packages|lib/python3\.\d+)/")
 _STATES = {

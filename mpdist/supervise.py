@@ -3,7 +3,7 @@
 The child lives in a session of its own, so that a Ctrl-C at the terminal reaches the launcher alone, which then asks
 each rank by SIGUSR1 to stop at a step boundary. The kernel kills torchrun when the launcher dies, and the ranks when
 torchrun does (mpdist.watch); every process of the run carries a mark in its environment, by which strays are found.
-Ranks that stand still are asked by SIGUSR2 where they are (mpdist.hang).
+Ranks that stand still are asked where they are (mpdist.hang).
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class Child:
             self._close_questions()
             self._kill(with_agent=False)
         elif now - self._failed_at > grace - _STACK_S and not self._questioned:
-            self._question("other ranks have failed")
+            self._question("other ranks have failed", watch.ASK_HARD)
 
     def _end_hang(self) -> None:
         """Take notice of ranks that stand still; end those that have no reason to, once all patience is used up."""
@@ -201,7 +201,7 @@ class Child:
         verdict = self._watchdog.look(now, self._beats())
         if verdict:
             self._due = verdict, now + _STACK_S
-            self._question(self._stillness())
+            self._question(self._stillness(), watch.ASK_GENTLY if verdict == "notice" else watch.ASK_HARD)
         if self._due is None or now < self._due[1]:
             return
         (wish, _), self._due = self._due, None
@@ -229,13 +229,13 @@ class Child:
         """This node's ranks that live and have neither failed nor ended."""
         return [r for r in self.reports.values() if self.mine(r) and not r.failure and not r.end and r.alive]
 
-    def _question(self, why: str) -> None:
-        """Ask ranks that have said nothing where they are; the stacks come into their logs."""
+    def _question(self, why: str, how: int) -> None:
+        """Ask ranks that have said nothing where they are; the stacks come into their logs. how: a signal."""
         self._questioned = self._silent()
         for report in self._questioned:
             if self._folder is not None:
                 stacks.write_question(self._folder, report, why)
-            _send(report.pid, signal.SIGUSR2)
+            _send(report.pid, how)
 
     def _close_questions(self) -> None:
         for report in self._questioned:

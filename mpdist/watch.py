@@ -28,6 +28,7 @@ import platform
 import re
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -42,6 +43,10 @@ from mpdist.lines import dump, read_json, write_atomic
 SESSION = "MPDIST_SESSION"  # the session's number, from the launcher to its workers
 LAUNCH = "MPDIST_LAUNCH"  # host:pid:start of the launcher; marks every process that it started
 ASKED = "asked"  # a session's file: the signal that the launcher got, for the reason that the run records
+# How a launcher asks a rank for its stacks. ASK_GENTLY is for one that may be well: a thread answers, with Python's lock
+# held. A handler answers ASK_HARD also while C code keeps the lock, but reads other threads while they run, which can crash.
+ASK_HARD = signal.SIGUSR2
+ASK_GENTLY = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else ASK_HARD
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _BEAT_S = 1.0  # how often a rank says that it is still at it
 _SAME_S = 1.0  # Slurm and torchrun both pass a TERM on: two within this time are one
@@ -141,7 +146,8 @@ def report_rank(run_dir: str | Path, session: int, rank: int) -> Rank:
     """
     _die_with_parent()
     faulthandler.enable(2)  # by then the rank's log
-    faulthandler.register(signal.SIGUSR2, file=2)  # how a launcher asks where a rank hangs
+    faulthandler.register(ASK_HARD, file=2)
+    _answer_gently()
     if signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:  # whose default is death, and `listen` may be seconds away
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     folder = session_folder(run_dir, session) / "ranks"
@@ -153,6 +159,21 @@ def report_rank(run_dir: str | Path, session: int, rank: int) -> Rank:
     write_atomic(folder / f"{rank:05d}.json", dump(who) + "\n")
     atexit.register(record._leave)  # a sys.exit that nobody announced
     return record
+
+
+def _answer_gently() -> None:
+    """Start the thread that writes the stacks of all threads to stderr when it is asked. Before any other thread."""
+    if ASK_GENTLY == ASK_HARD:
+        return
+    signal.signal(ASK_GENTLY, lambda *_: None)  # should a library's thread let it through, it does nothing
+    signal.pthread_sigmask(signal.SIG_BLOCK, {ASK_GENTLY})
+
+    def answer() -> None:
+        while True:
+            signal.sigwait({ASK_GENTLY})
+            faulthandler.dump_traceback(2)
+
+    threading.Thread(target=answer, name="stacks", daemon=True).start()
 
 
 class Stop:

@@ -6,12 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from mpdist import blame, watch
+from mpdist import blame, stacks, watch
 from mpdist.blame import Agent, first_failure
 from mpdist.errors import CheckpointError, Diverged
 from mpdist.hang import Finding
@@ -211,6 +212,13 @@ def test_an_error_that_all_ranks_raise_is_the_one_ranks_where_it_arose() -> None
     assert watch.lost_peer(told)
 
 
+@pytest.fixture
+def no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is no rank, and other tests fork it."""
+    monkeypatch.setattr(watch, "_answer_gently", lambda: None)
+
+
+@pytest.mark.usefixtures("no_thread")
 def test_a_rank_records_what_happens_to_it(tmp_path: Path) -> None:
     record = watch.report_rank(tmp_path, 1, 3)
     assert watch.read_reports(tmp_path / "sessions/0001")[3].step is None
@@ -234,6 +242,7 @@ def test_a_rank_records_what_happens_to_it(tmp_path: Path) -> None:
     assert found.failure["trace"].rstrip().endswith("KeyError: 'x'")
 
 
+@pytest.mark.usefixtures("no_thread")
 def test_a_rank_gives_a_beat_whenever_it_turns_to_something_and_now_and_then_while_it_is_at_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,6 +272,51 @@ def test_a_pid_that_came_round_again_is_not_the_rank() -> None:
     assert watch.alive(me, watch.started(me))
     assert not watch.alive(me, "1")
     assert not watch.alive(2**22 + 1, None)
+
+
+BUSY = """
+import sys, threading, time
+from mpdist import watch
+watch.report_rank(sys.argv[1], 1, 0)
+watch.open_log(sys.argv[1], 1, 0)
+def work(depth):
+    return work(depth - 1) if depth else None
+def churn():
+    while True:
+        thread = threading.Thread(target=work, args=(50,))
+        thread.start()
+        work(80)
+        thread.join()
+threading.Thread(target=churn, daemon=True).start()
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_rank_that_is_well_can_be_asked_for_its_stacks_again_and_again(tmp_path: Path) -> None:
+    log = watch.log_of(tmp_path / "sessions/0001", 0)
+
+    def written() -> str:
+        return log.read_text() if log.exists() else ""
+
+    with subprocess.Popen([sys.executable, "-c", BUSY, str(tmp_path)], stdout=subprocess.DEVNULL) as rank:
+        try:
+            deadline = time.monotonic() + 60
+            while "ready" not in written():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            for _ in range(300):
+                rank.send_signal(watch.ASK_GENTLY)
+                time.sleep(0.002)  # asked the other way, it is dead of a segmentation fault after some 20
+            while written().count("Current thread") < 100:  # signals of a kind may merge
+                assert rank.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            assert rank.poll() is None
+        finally:
+            rank.kill()
+    main = stacks.threads_in(written())[-1]
+    assert [frame.name for frame in main] == ["<module>"]
 
 
 LOGGING = """

@@ -57,6 +57,7 @@ def zero_stage(value: Any) -> int:
     return stage
 
 
+_AUTO = ("deepspeed_config.gradient_accumulation_steps", "deepspeed_config.gradient_clipping")
 _SHARED = ("tp", "cp", "sp", "dp_replicate")
 # What several keys hang on: looked at first, so that a wrong value is told of its own key and not of another's.
 _BASES: dict[str, tuple[tuple[Callable[[Any], Any], str], ...]] = {
@@ -79,6 +80,7 @@ _BASES: dict[str, tuple[tuple[Callable[[Any], Any], str], ...]] = {
             whole,
             " ".join(f"parallelism_config.{part}{n}_size" for part in ("", "parallelism_config_") for n in _SHARED),
         ),
+        (number, "deepspeed_config.gradient_clipping"),
         (zero_stage, "deepspeed_config.zero_stage"),
         (whole, "fsdp_config.fsdp_version fsdp_config.version"),
         (flag, "fp16"),
@@ -102,7 +104,7 @@ def check(document: Document) -> list[MpdistError]:
 
 
 def _may_be_auto(document: Document, name: str) -> bool:
-    return document.format == "deepspeed" or name == "deepspeed_config.gradient_accumulation_steps"
+    return document.format == "deepspeed" or name in _AUTO
 
 
 def is_sft(trainer: Document) -> bool:

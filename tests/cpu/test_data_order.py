@@ -31,7 +31,7 @@ def epoch(order: Order, number: int) -> list[int]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 97, 1000, 4096, 5001])
-def test_every_epoch_is_a_permutation_of_its_own(size: int) -> None:
+def test_c63_every_epoch_is_a_permutation_of_its_own(size: int) -> None:
     order = Order(size, 7, seed=3)
     epochs = [epoch(order, number) for number in range(3)]
     for rows in epochs:

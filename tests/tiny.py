@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -74,7 +75,7 @@ def config(folder: Path, **changes: Any) -> Path:
         if value is None:
             place.pop(last, None)
         else:
-            place[last] = value
+            place[last] = copy.deepcopy(value)  # a later key may change a part of it
     path = folder / "config.yaml"
     path.write_text(json.dumps(values))  # JSON is YAML
     return path

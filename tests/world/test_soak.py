@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import sys
+import threading
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
+import worlds
 from tiny import LLAMA, Result, same, timeless, train
 
 pytestmark = [pytest.mark.world, pytest.mark.slow]
@@ -20,24 +27,77 @@ RUNS: dict[str, dict[str, Any]] = {
         "drill": {"overflow_at": {"attempts": [2, 7, 8, 15], "rank": 1}},
     },
 }
-KILLS = 10  # of each run, four of them inside a save
+# Ten of each run: before an operation of a save on its files, within an attempt, or while loading, training, whatever.
+PHASES = ("save", "attempt", "save", "clock", "save", "attempt", "save", "clock", "save", "attempt")
+# What a rank does to the files of a checkpoint in one save, the model's config and tokenizer left out; rank 0 publishes.
+OPERATIONS = {0: 30, 1: 6}
+STEPS = 40
 
 
-def progress(folder: Path) -> int:
-    """Attempts that the newest checkpoint knows of."""
-    states = sorted(folder.glob("checkpoints/step-*/state.json"))
-    if not states:
-        return 0
-    import json
+@dataclass(frozen=True)
+class Strike:
+    """When a rank kills itself: phase save: before its n-th operation on the files of save `saves`, counted in the session;
+    attempt: `seconds` after attempt n has begun; clock: that long after the session has."""
 
-    return int(json.loads(states[-1].read_text())["attempt"])
+    phase: str
+    n: int
+    saves: int
+    seconds: float
+
+
+def session_struck(rank: int, path: str, strikes: dict[int, Strike]) -> tuple[int, str]:
+    if rank in strikes:
+        strike = strikes[rank]
+        if strike.phase == "clock":
+            threading.Timer(strike.seconds, kill).start()
+        if strike.phase == "save":
+            kill_in_save(strike)
+        kill_in_attempt(strike)
+    return tiny.session(rank, path, [])
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_in_save(strike: Strike) -> None:
+    operations: dict[threading.Thread, int] = {}
+
+    def heard(event: str, args: tuple[Any, ...]) -> None:
+        thread = threading.current_thread()  # each save has one of its own
+        if thread.name != "save" or event not in ("open", "os.rename", "os.mkdir", "os.remove"):
+            return
+        if "/checkpoints" in str(args[0]) and "/hf" not in str(args[0]):
+            operations[thread] = operations.get(thread, 0) + 1
+            late = len(operations) - strike.saves
+            if late > 0 or (late == 0 and operations[thread] == strike.n):
+                kill()
+
+    sys.addaudithook(heard)
+
+
+def kill_in_attempt(strike: Strike) -> None:
+    """The run's last step ends every session that is to be struck."""
+    from mpdist import train as loop
+
+    attempt, left = loop.attempt, [strike.n if strike.phase == "attempt" else STEPS + 1]
+
+    def begun(s: Any, batch: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            threading.Timer(strike.seconds, kill).start()
+        if s.parts.window.step == STEPS - 1:
+            kill()
+        return attempt(s, batch)
+
+    loop.attempt = begun
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_killed_at_random_moments_and_resumed_equals_the_uninterrupted_run(tmp_path: Path, name: str) -> None:
     base: dict[str, Any] = {
         "model__config": {**LLAMA, "attention_dropout": 0.1},
-        "budget__steps": 40,
+        "budget__steps": STEPS,
         "optim": {"lr": 1e-2, "warmup": 3, "schedule": "cosine"},
         "checkpoint": {"every": 2, "keep": 2},
         "launch__timeout": "20s",
@@ -46,32 +106,18 @@ def test_killed_at_random_moments_and_resumed_equals_the_uninterrupted_run(tmp_p
     whole = train(tmp_path, 2, **{**base, "name": "whole"})
     assert whole.status == 0, whole.message
     draw = random.Random(name)
-    folder = tmp_path / "runs" / "killed"
-    struck, in_saves = 0, 0
-    used: set[int] = set()
-    for i in range(KILLS):
-        who = draw.choice([[0], [1], [0, 1]])
-        changes: dict[str, Any] = {**base, "name": "killed"}
-        kill = None
-        phase = ("save", "train", "save", "any", "train")[i % 5]
-        if phase == "any":  # while forking, loading, training, saving
-            kill = (draw.uniform(0.1, 1.0), who)
-        else:
-            # A drill that fired does not fire again, so each strikes at an attempt of its own.
-            at = progress(folder) + (draw.randint(1, 4) if phase == "train" else 1)
-            at = next(a for a in range(at, at + KILLS) if a not in used)
-            used.add(at)
-            fault = {"attempt": at, "rank": "all" if len(who) == 2 else who[0], "phase": phase}
-            changes["drill"] = {**base.get("drill", {}), "kill_at": fault}
+    path = str(tiny.config(tmp_path, **{**base, "name": "killed"}))
+    for phase in PHASES:
+        strikes = {}
+        for rank in draw.choice([[0], [1], [0, 1]]):
+            n = draw.randint(1, OPERATIONS[rank] if phase == "save" else 8)
+            strikes[rank] = Strike(phase, n, draw.randint(1, 3), draw.uniform(0.0, 0.6 if phase == "clock" else 0.02))
         with pytest.raises(AssertionError, match=r"died|failed"):
-            train(tmp_path, 2, **changes, kill=kill, timeout=60)
-        struck += 1
-        in_saves += phase == "save"
+            worlds.run(session_struck, 2, path, strikes, timeout=60)
     end = train(tmp_path, 2, **{**base, "name": "killed"})
     assert end.status == 0, end.message
-    print(f"{name}: {struck} kills, {in_saves} in saves")
-    assert struck == KILLS
-    assert in_saves == 4
+    assert len(end.events("resume")) >= 3, "it was hardly ever under way"
+    print(f"{name}: {len(PHASES)} kills, {PHASES.count('save')} in saves, {len(end.events('resume'))} resumes")
     check(end, whole)
 
 

@@ -11,7 +11,7 @@ import time
 import traceback
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpdist import blame, watch
 from mpdist.errors import Diverged, MachineError, MpdistError
@@ -73,8 +73,8 @@ class Seat:
             self.record.beat()
 
 
-def main(resolved: Resolved, world: World) -> int:
-    """The exit status of this rank; see mpdist.errors."""
+def main(resolved: Resolved, world: World) -> NoReturn:
+    """Ends this process with the exit status of its rank; see mpdist.errors."""
     seat = Seat(resolved, world)
     try:
         if seat.given_session is not None:
@@ -82,11 +82,15 @@ def main(resolved: Resolved, world: World) -> int:
         seat.stop.listen(seat.record)
         from mpdist import train
 
-        return train.run(resolved, seat)
+        status = train.run(resolved, seat)
     except (SystemExit, KeyboardInterrupt):
         raise
     except BaseException as error:  # some of torch's errors lie outside Exception
-        return _failed(seat, _expected(seat, error))
+        status = _failed(seat, _expected(seat, error))
+    # No farewell: it takes the interpreter a second, and after a failure others may wait in a collective for this rank.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _expected(seat: Seat, error: BaseException) -> BaseException:
@@ -111,10 +115,7 @@ def _failed(seat: Seat, error: BaseException) -> int:
             failure = _cause(seat) or _own(seat, error, status)
             _record(seat, failure)
             watch.tell(failure.text)
-    # Other ranks may wait in a collective for this one: no farewell that could block.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    return status
 
 
 def _say(rank: int, error: BaseException) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from wandb_server import read_offline
 
 pytestmark = pytest.mark.world
 
-STEPS = 60
+STEPS = 40
 SECRETS = {"WANDB_API_KEY": "0123456789abcdef" * 2 + "feedface", "HF_TOKEN": "hf_" + "s3cr3t" * 5}
 NOBODY = "http://127.0.0.1:9"  # the discard port of loopback
 PROXIES = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), NOBODY)
@@ -33,10 +34,32 @@ HARD: dict[str, Any] = {
 }
 
 
+# Who is asked to stop, in which way, and the reason that the run gives for its end.
+STOPS = {
+    ("launcher", "TERM"): "SIGTERM to mpdist launch",
+    ("rank 1", "TERM"): "a signal to another rank",
+    ("all ranks", "TERM"): "SIGTERM",
+    ("torchrun", "TERM"): "SIGTERM",
+    ("launcher", "USR1"): "SIGUSR1 to mpdist launch",
+    ("group", "INT"): "SIGINT to mpdist launch",
+    ("file", "STOP"): "the file STOP",
+}
+
+
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Job, Job, float]]:
-    """Two runs of one configuration at once: tracked offline, and online where no server is. And the second's delay."""
-    folder = tmp_path_factory.mktemp("two runs")
+def scenes(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Future[Any]]]:
+    """All that is played here, at once: most of it waits, for imports on one core, for a server, for a slow disk."""
+    played = {"two": two_at_once, "stops": stop_and_go_on}
+    if any(item.name.startswith("test_c96_a_save_may_take_longer") for item in request.session.items):
+        played["patience"] = stop_a_slow_save
+    with ThreadPoolExecutor(len(played)) as pool:
+        yield {name: pool.submit(play, tmp_path_factory.mktemp(f"{name} of runs")) for name, play in played.items()}
+
+
+def two_at_once(folder: Path) -> tuple[Job, Job, float]:
+    """Two runs of one configuration: tracked offline, and online where no server is. And the second's delay."""
     with jobs_in(folder) as jobs:
         asked = {**HARD, "track__wandb": {"mode": "offline"}}
         first = jobs.launch(tiny.config(folder, **asked), **SECRETS)
@@ -52,7 +75,12 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Job, Job, fl
         assert second.end() == 0, (second.out, second.err)
         delay = time.time() - left(second).events("end")[-1]["time"]
         assert first.end() == 0, (first.out, first.err)
-        yield first, second, delay
+        return first, second, delay
+
+
+@pytest.fixture(scope="module")
+def two(scenes: dict[str, Future[Any]]) -> tuple[Job, Job, float]:
+    return scenes["two"].result()
 
 
 def test_c88_two_runs_at_once_need_no_port_and_leave_the_same_numbers(two: tuple[Job, Job, float]) -> None:
@@ -111,37 +139,66 @@ def test_no_secret_is_in_anything_that_a_run_leaves(two: tuple[Job, Job, float])
         )
 
 
-def test_c13_c66_c96_signals_stop_all_ranks_at_one_step_and_no_number_shows_it(
-    tmp_path: Path, two: tuple[Job, Job, float]
-) -> None:
-    config = tiny.config(tmp_path, **HARD)
-    step = 0
-    with jobs_in(tmp_path) as jobs:
-        for whom, name in (("launcher", "USR1"), ("rank 1", "TERM"), ("torchrun", "TERM"), ("group", "INT")):
+def stop_and_go_on(folder: Path) -> tuple[Job, list[dict[str, Any]]]:
+    """One run, stopped in each of the ways and launched again. The last job, and what was there after each stop."""
+    config = tiny.config(folder, **HARD)
+    facts = []
+    with jobs_in(folder) as jobs:
+        for whom, name in STOPS:
             job = jobs.launch(config)
             before = checkpoints(job.run)
-            reports = job.wait_for_attempt(state(job.run)["attempt"] + 4 if before else 4)
-            number = signal.Signals[f"SIG{name}"]
-            if whom == "group":
-                os.killpg(job.process.pid, number)
+            reports = job.wait_for_attempt(state(job.run)["attempt"] + 3 if before else 3)
+            if whom == "file":
+                (job.run / name).touch()
             else:
-                targets = {"launcher": job.process.pid, "rank 1": reports[1].pid, "torchrun": job.parent()}
-                os.kill(targets[whom], number)
-            assert job.end() == 75, (job.out, job.err)
-            assert job.err == ""
-            ended = state(job.run)
-            assert (ended["state"], ended["exit"], ended["rank"]) == ("preempted", 75, None)
-            assert step < ended["step"] < STEPS
-            step = ended["step"]
-            assert set(checkpoints(job.run)) - set(before) == {f"step-{step:08d}"}, "one save, and the old ones stay"
-            reports = job.reports()
-            assert reports[0].step == reports[1].step
-            assert all(report.proper for report in reports.values())
-            assert job.out.splitlines()[-1].startswith(f"stopped early at step {step}, everything is saved")
+                pids = {"launcher": [job.process.pid], "group": [-job.process.pid], "rank 1": [reports[1].pid]}
+                pids |= {"all ranks": [report.pid for report in reports.values()], "torchrun": [job.parent()]}
+                for pid in pids[whom]:
+                    os.kill(pid, signal.Signals[f"SIG{name}"])
+            status = job.end()
+            new = sorted(set(checkpoints(job.run)) - set(before))
+            facts.append({"job": job, "status": status, "state": state(job.run), "reports": job.reports(),
+                          "gone": set(before) - set(checkpoints(job.run)), "new": new,
+                          "left": (job.run / "STOP").exists()})  # fmt: skip
         job = jobs.launch(config)
         assert job.end() == 0, (job.out, job.err)
-    assert state(job.run)["session"] == 5
+    return job, facts
+
+
+@pytest.fixture(scope="module")
+def stops(scenes: dict[str, Future[Any]]) -> tuple[Job, list[dict[str, Any]]]:
+    return scenes["stops"].result()
+
+
+@pytest.mark.parametrize("how", STOPS)
+def test_c96_a_stop_is_one_save_of_one_step_by_all_ranks(stops: tuple[Job, list[dict[str, Any]]], how: Any) -> None:
+    from mpdist.restore import fault_in
+
+    number = list(STOPS).index(how)
+    fact = stops[1][number]
+    job, ended = fact["job"], fact["state"]
+    assert fact["status"] == 75, (job.out, job.err)
+    assert job.err == ""
+    assert (ended["state"], ended["exit"], ended["rank"]) == ("preempted", 75, None)
+    assert ended["reason"] == f"stopped by {STOPS[how]}"
+    assert (stops[1][number - 1]["state"]["step"] if number else 0) < ended["step"] < STEPS
+    assert (fact["new"], fact["gone"]) == ([f"step-{ended['step']:08d}"], set()), "one save, and the old ones stay"
+    assert fault_in(job.run / "checkpoints" / fact["new"][0]) is None
+    assert {report.step for report in fact["reports"].values()} == {fact["reports"][1].step}
+    assert all(report.proper for report in fact["reports"].values())
+    assert job.out.splitlines()[-1].startswith(f"stopped early at step {ended['step']}, everything is saved")
+    assert not fact["left"], "a file STOP stops one session"
+
+
+def test_c13_c66_c96_no_number_shows_the_stops(
+    stops: tuple[Job, list[dict[str, Any]]], two: tuple[Job, Job, float]
+) -> None:
+    job, _ = stops
+    assert state(job.run)["session"] == len(STOPS) + 1
+    assert (job.run / "checkpoints/latest").read_text() == f"step-{STEPS:08d}\n"
     assert tiny.timeless(left(job).rows()) == tiny.timeless(left(two[0]).rows())
+    for kind in ("model.", "exp_avg.", "exp_avg_sq."):
+        assert tiny.same(left(job).weights(prefix=kind), left(two[0]).weights(prefix=kind))
     assert len(set(left(job).column("scale/value"))) > 3
     assert left(job).rows()[-1]["scale/skipped"] >= 4
 
@@ -157,17 +214,23 @@ if "RANK" in os.environ:
 """
 
 
-@pytest.mark.slow
-def test_c96_a_save_may_take_longer_than_torchruns_patience(tmp_path: Path) -> None:
-    hook = tmp_path / "hook"
+def stop_a_slow_save(folder: Path) -> tuple[Job, float]:
+    """torchrun is asked to stop while a save takes 40 s. The job, and the seconds from there to its end."""
+    hook = folder / "hook"
     hook.mkdir()
     (hook / "sitecustomize.py").write_text(SLOW_SAVE)
-    config = tiny.config(tmp_path, budget__steps=2000, launch__timeout="100s")
-    with jobs_in(tmp_path) as jobs:
+    config = tiny.config(folder, budget__steps=2000, launch__timeout="100s")
+    with jobs_in(folder) as jobs:
         job = jobs.launch(config, PYTHONPATH=f"{hook}:{Path(__file__).parents[2]}")
         job.wait_for_attempt(3)
         began = time.monotonic()
         os.kill(job.parent(), signal.SIGTERM)
         assert job.end() == 75, (job.out, job.err)
-    assert time.monotonic() - began > 35, "the hook has slowed nothing"
+    return job, time.monotonic() - began
+
+
+@pytest.mark.slow
+def test_c96_a_save_may_take_longer_than_torchruns_patience(scenes: dict[str, Future[Any]]) -> None:
+    job, seconds = scenes["patience"].result()
+    assert seconds > 35, "the hook has slowed nothing"
     assert checkpoints(job.run) == [f"step-{state(job.run)['step']:08d}"]

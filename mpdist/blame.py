@@ -13,10 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mpdist.errors import MachineError
+from mpdist.errors import CheckpointError, DoesNotFit, MachineError, UsageError
 from mpdist.hang import Finding
 from mpdist.watch import Report
 
+_REFUSALS = {kind.status for kind in (UsageError, DoesNotFit, MachineError, CheckpointError)}
 _ENTRY = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s+exitcode\s*:\s*(-?\d+) \(pid: (\d+)\)")
 _FIRST = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)")
 _CLOSING = re.compile(r"Sending process (\d+) closing signal")
@@ -118,7 +119,8 @@ def _gone(report: Report, code: int | None) -> Failure:
 def _unreported(rank: int, code: int) -> Failure:
     if code < 0:
         return _plain(rank, f"{_killed(code)} (while starting)", _exit_of_signal(code))
-    return _plain(rank, f"left with status {code} while starting", 1)
+    # A refusal of ours, which it has printed: a full disk keeps a rank from being on record.
+    return _plain(rank, f"left with status {code} while starting", code if code in _REFUSALS else 1)
 
 
 def _silent(

@@ -183,10 +183,11 @@ def test_nccls_watchdog_kills_the_rank_that_waited_not_the_one_to_blame() -> Non
     assert blame.spoken_for(report(0), 9.9, -signal.SIGKILL, NCCL) == report(0)
 
 
-def test_a_rank_that_died_before_it_could_report() -> None:
-    first = first_failure(ranks(report(0)), {}, Agent(codes={101: 1}, ranks={101: 1}, complete=True))
+@pytest.mark.parametrize(("code", "status"), [(1, 1), (4, 4), (17, 1)])
+def test_a_rank_that_died_before_it_could_report(code: int, status: int) -> None:
+    first = first_failure(ranks(report(0)), {}, Agent(codes={101: code}, ranks={101: 1}, complete=True))
     assert first is not None
-    assert first.reason == "rank 1 left with status 1 while starting"
+    assert (first.reason, first.exit) == (f"rank 1 left with status {code} while starting", status)
     assert first_failure(ranks(report(0)), {}, Agent.read("")) is None
 
 

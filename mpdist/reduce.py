@@ -97,7 +97,10 @@ class Wire:
         inner = levels[0].size if len(levels) == 2 else 1
         # With two levels, pieces (node, local) are sorted by local rank first, as in reduce_scatter.
         order = [node * inner + local for local in range(inner) for node in range(len(pieces) // inner)]
-        addend = torch.cat([piece for rank in order for piece in pieces[rank]] or [pieces[0][0]])
+        ordered = [piece for rank in order for piece in pieces[rank]]
+        # An FP32 wire takes 16-bit addends as they are, so they are laid end to end in FP32 at once.
+        dtype = torch.float32 if self.wire == torch.float32 else ordered[0].dtype
+        addend = torch.cat(ordered, out=torch.empty(sum(counts), dtype=dtype, device=ordered[0].device))
         self._drill(addend)
         if len(levels) == 2:
             outer = levels[1].size

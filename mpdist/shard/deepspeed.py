@@ -22,11 +22,12 @@ from torch import nn
 
 from mpdist.dist import set_timeout
 from mpdist.errors import MachineError
+from mpdist.plan_zero import buckets
 from mpdist.precision import WORDS, Policy
 from mpdist.reduce import Wire
 from mpdist.shard import Part, Read, read_flat, replace_parameters
+from mpdist.shard.gathered import hide_from_checkpoints, let_go_of_weights
 
-_BUCKET_ELEMENTS = 8 * 2**20  # DeepSpeed's own default is 5e8 elements, gigabytes whatever the model
 _SCATTER = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
 _SUMS = "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition"
 
@@ -76,6 +77,10 @@ class DeepSpeed:
         self._held: dict[int, torch.Tensor] = {}
         self._last = False
         self._take_over()
+        self._drop_spares()
+        if stage == 3 and self._ranks > 1:
+            let_go_of_weights(model)
+            hide_from_checkpoints(self._zero.parameter_offload.get_param_coordinator())
         self._cuts = self._cuts_of_a_line() if stage < 3 else self._cuts_of_each()
         self.parts = self._make_parts()
 
@@ -93,6 +98,7 @@ class DeepSpeed:
         zero.unregister_grad_acc_post_hooks()  # they would end each backward by themselves; after_backward does
         if self.stage == 3:
             setattr(zero, _SCATTER, self._scatter)
+            zero._offload_grad_partition_at_boundary = lambda *_: None  # no copy for a step that never comes
             if not self.every:
                 self._travel = zero.reduce_ready_partitions_and_remove_grads
                 zero.reduce_ready_partitions_and_remove_grads = self._hold
@@ -104,6 +110,27 @@ class DeepSpeed:
         zero._use_compact_grad_partition_buffer = lambda _: True
         zero.average_tensor = self._average
         zero.copy_grads_in_partition = lambda param, _=None: zero.clear_grad_attribute(param)
+        if self.stage == 2:
+            self._travel = zero.reduce_ready_partitions_and_remove_grads
+            zero.reduce_ready_partitions_and_remove_grads = self._in_order
+
+    def _drop_spares(self) -> None:
+        """Frees what DeepSpeed's own step alone would use, and at stage 3 the masters that equal the working copies."""
+        zero = self._zero
+        if self.stage < 3 and self._host:
+            zero.param_buffer_of_bit16_for_cpu_offload_groups.clear()
+            zero.temp_grad_buffer_for_cpu_offload = zero.temp_grad_buffer_for_gpu_offload = None
+        for master, working in self._pairs():
+            master.grad = None
+            if (master.dtype, master.device) == (working.dtype, working.device):
+                master.data = working
+
+    def _pairs(self) -> Iterator[tuple[Any, Any]]:
+        """Stage 3: flat partitions, (masters, working copies); the same memory where the masters compute."""
+        if self.stage == 3:
+            yield from zip(
+                self._zero.fp32_partitioned_groups_flat, self._zero.fp16_partitioned_groups_flat, strict=True
+            )
 
     def _cuts_of_a_line(self) -> dict[int, _Cut]:
         """Stages 1 and 2, by id of the parameter."""
@@ -159,6 +186,8 @@ class DeepSpeed:
     def micro(self, first: bool, last: bool) -> None:
         zero = self._zero
         self._last = last
+        self._arrived: set[int] = set()
+        self._gone = 0
         if first and self.stage == 3:
             zero.grad_partitions_flat_buffer.zero_()
         zero.clear_backward_seen_flag()
@@ -168,6 +197,8 @@ class DeepSpeed:
         zero.enter_backward()
 
     def after_backward(self, last: bool) -> None:
+        if self.stage < 3 and (last or self.stage == 2):
+            self._add_zeros()
         self._runtime.allreduce_gradients()
         self._zero.backward_epilogue()
         self._zero.exit_backward()
@@ -180,9 +211,31 @@ class DeepSpeed:
         """Drill: this rank's next addend gets +inf in one element, before any reduction."""
         self.wire.poisoned = True
 
+    def _in_order(self, param: Any, group: int) -> None:
+        """Stage 2: gradients enter the buckets in the same order on all ranks, whatever a rank's loss depends on."""
+        self._arrived.add(id(param))
+        while self._gone < len(self._trainable) and id(self._trainable[-1 - self._gone]) in self._arrived:
+            self._gone += 1
+            self._travel(self._trainable[-self._gone], group)
+
+    def _add_zeros(self) -> None:
+        """Stages 1 and 2: for parameters that this rank has not used and others may have."""
+        zero = self._zero
+        zero.setup_buckets()
+        for param in self._trainable:
+            if self.stage == 2:
+                if id(param) not in self._arrived:
+                    param.grad = torch.zeros_like(param)
+                    self._in_order(param, 0)
+            elif zero.get_gradient_for_reduction(param) is None:
+                zeros = torch.zeros_like(param, dtype=zero._gradient_reduction_buffer_dtype())
+                setattr(param, "grad_accum" if zero.use_grad_accum_attribute else "grad", zeros)
+
     def _average(self, bucket: torch.Tensor, key: torch.dtype) -> None:
         """Stages 1 and 2, in place of DeepSpeed's average. bucket: [n], gradients of whole parameters end to end."""
         zero, size = self._zero, self._zero.partition_size[0]
+        if not zero.ipg_buckets[key].params:  # what comes first is too large for a bucket and travels by itself
+            return
         places = zero.round_robin_bit16_offsets[0]
         pieces: list[list[torch.Tensor]] = [[] for _ in range(self._ranks)]
         mine: list[tuple[int, int]] = []
@@ -200,6 +253,8 @@ class DeepSpeed:
         flat = zero._get_compact_grad_partition_buffer(0).flat_partition
         for (offset, count), part in zip(mine, total.split([count for _, count in mine]), strict=True):
             flat[offset : offset + count].add_(part)
+        for _, index, _ in zero.ipg_buckets[key].params:
+            zero.clear_grad_attribute(zero.bit16_groups[0][index])
 
     def _hold(self, param: Any) -> None:
         """Stage 3, where gradients travel once: they add up whole, in FP32, until the last micro-batch."""
@@ -216,13 +271,17 @@ class DeepSpeed:
         """Stage 3, in place of DeepSpeed's reduce-scatter: this rank's share of each parameter's gradient, FP32, padded."""
         shares = [param.partition_numel() for param in params]
         grads = [self._whole_gradient(param) for param in params]
-        addends = torch.zeros(self._ranks, sum(shares), dtype=grads[0].dtype, device=self.device)
+        dtype = torch.float32 if self.wire.wire == torch.float32 else grads[0].dtype
+        addends = torch.zeros(self._ranks, sum(shares), dtype=dtype, device=self.device)
         offset = 0
         for flat, share in zip(grads, shares, strict=True):
             for rank in range(self._ranks):
                 piece = flat[rank * share : (rank + 1) * share]
                 addends[rank, offset : offset + len(piece)] = piece
             offset += share
+        grads.clear()
+        for param in params:
+            param.grad = None  # on their way now
         out = torch.empty(offset, dtype=torch.float32, device=addends.device)
         self.wire.reduce_scatter(out, addends.view(-1))
         return list(out.split(shares))
@@ -256,8 +315,9 @@ class DeepSpeed:
             return
         with torch.no_grad():
             zero._partition_all_parameters()  # what a forward without a backward has left gathered
-            for group in range(len(zero.fp16_groups)):
-                zero._reassign_or_swap_out_partitioned_parameters(group)
+            for group, (master, working) in enumerate(self._pairs()):
+                if master.data_ptr() != working.data_ptr():
+                    zero._reassign_or_swap_out_partitioned_parameters(group)
 
     def leaves(self) -> dict[str, set[int]]:
         return {name: {id(param)} for name, param in self.module.named_parameters() if param.requires_grad}
@@ -294,8 +354,7 @@ def _silent() -> Iterator[None]:
 def _options(model: nn.Module, policy: Policy, wire: Wire, stage: int, offload: str) -> dict[str, Any]:
     """DeepSpeed's configuration. Buckets follow the model."""
     sizes = [param.numel() for param in model.parameters()]
-    bucket = min(max(_BUCKET_ELEMENTS, *sizes), sum(sizes))
-    bucket += bucket % 2
+    bucket, live = buckets(sizes)
     pinned = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     zero: dict[str, Any] = {
         "stage": stage, "overlap_comm": False, "contiguous_gradients": stage < 3, "round_robin_gradients": False,
@@ -304,7 +363,7 @@ def _options(model: nn.Module, policy: Policy, wire: Wire, stage: int, offload: 
     if stage == 3:
         zero |= {
             "stage3_prefetch_bucket_size": bucket, "stage3_param_persistence_threshold": 0,
-            "stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 2 * bucket, "sub_group_size": 2 * sum(sizes),
+            "stage3_max_reuse_distance": 0, "stage3_max_live_parameters": live, "sub_group_size": 2 * sum(sizes),
         }  # fmt: skip
     if offload != "none":
         zero["offload_optimizer"] = pinned

@@ -28,6 +28,7 @@ LAYERS = {
     "plan_memory": 2,
     "plan_text": 2,
     "plan_traffic": 2,
+    "plan_zero": 2,
     "space": 2,
     "clock": 2,
     "lines": 2,

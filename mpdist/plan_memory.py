@@ -11,8 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
+from mpdist import plan_zero
 from mpdist.arch import Arch, Param, module_matches
 from mpdist.formats import bytes_of
+from mpdist.plan_zero import Held, Moment
 
 MIB = 2**20
 # Positions whose FP32 logits exist at once under `loss_chunk: auto`.
@@ -68,6 +70,12 @@ class Asked:
     def by_backend(self) -> bool:
         """Whether NCCL itself adds the gradients up, without receive buffers of ours."""
         return self.device == "cuda" and (self.wire == "fp32" or self.sum == "wire")
+
+    def recomputed(self, layers: int) -> int:
+        """How many of the model's blocks run forward once more in backward."""
+        if self.checkpointing.startswith("every"):
+            return -(-layers // int(self.checkpointing.split()[1]))
+        return 0 if self.checkpointing == "none" else layers
 
 
 @dataclass(frozen=True)
@@ -199,12 +207,8 @@ def _activations(asked: Asked, arch: Arch) -> tuple[int, int, str]:
     tokens = asked.micro * asked.seq_len
     masked = asked.packing != "none" and asked.attention in ("auto", "sdpa")
     whole = saved_per_token(arch, c, asked.seq_len, masked, asked.attention == "eager")
-    mode = asked.checkpointing
-    recomputed, kept = 0, c * arch.hidden
-    if mode == "selective":
-        recomputed, kept = arch.layers, kept_products_per_token(arch, c)
-    elif mode != "none":
-        recomputed = -(-arch.layers // int(mode.split()[1])) if mode.startswith("every") else arch.layers
+    recomputed = asked.recomputed(arch.layers)
+    kept = kept_products_per_token(arch, c) if asked.checkpointing == "selective" else c * arch.hidden
     norm = 8 if arch.model_type.startswith("gemma") else 4 + c
     # The last norm, the rotary tables, and ids, labels and positions in int64.
     outside = norm * arch.hidden + 12 + 2 * c * arch.head_dim + 3 * 8 + (asked.seq_len if masked else 0)
@@ -276,9 +280,6 @@ def _working(asked: Asked, s: _Sizes) -> tuple[int, int, str]:
     return s.frozen, s.frozen + s.root + sum(s.largest), text + frozen
 
 
-Moment = dict[str, int]  # row name -> bytes held at that moment, states and buffers left out
-
-
 def _gradients(asked: Asked, s: _Sizes) -> tuple[int, int, int]:
     """(sharded bytes, those that are there when the last micro-batch starts, unsharded sums before it is reduced)."""
     sharded = asked.engine == "fsdp2"
@@ -325,47 +326,70 @@ def _moments(asked: Asked, arch: Arch, s: _Sizes) -> tuple[dict[str, Moment], di
 
 
 ORDER = (
-    *("parameters", "working", "gradients", "moments", "buffers", "activations", "logits", "comm"),
-    *("optimizer_temporaries", "overhead", "snapshot"),
+    *(
+        "parameters",
+        "working",
+        "gathered",
+        "gradients",
+        "host_gradients",
+        "moments",
+        "buffers",
+        "activations",
+        "logits",
+    ),
+    *("comm", "optimizer_temporaries", "overhead", "snapshot"),
 )
 
 
-def rows(asked: Asked, arch: Arch) -> tuple[list[Row], int, str]:
-    """All rows, the rank's peak in bytes (rows on the host left out), and the moment of that peak."""
+def _held(asked: Asked, arch: Arch) -> Held:
+    """Under the engines of our own; see plan_zero for DeepSpeed."""
     s = _sizes(asked, arch)
     each = bytes_of(asked.compute) if asked.master == "compute" else 4
     grads, _, wide = _gradients(asked, s)
     changing, texts = _moments(asked, arch, s)
-    always = {
-        "parameters": each * s.trainable,
-        "moments": 2 * each * s.trainable,
-        "buffers": arch.buffer_bytes,
-        "overhead": OVERHEAD[asked.device],
-    }
+    always = {"parameters": each * s.trainable, "moments": 2 * each * s.trainable}
     # Gradients count as a state: they are there whenever it matters, though an engine may free them between steps.
     rest = always | {"working": _working(asked, s)[0], "gradients": grads}
-    if asked.background:
-        rest["snapshot"] = 3 * each * s.trainable
     off = asked.offload == "all" and asked.device != "cpu"
-    host = {"parameters", "gradients", "moments", "optimizer_temporaries"} if off else set()
-    host.add("snapshot")  # in host memory wherever the model is; there from the first save on
-    totals = {
-        name: sum(size for row, size in (always | held_then).items() if row not in host)
-        for name, held_then in changing.items()
-    }
-    when = max(totals, key=lambda name: totals[name])
+    host = {"parameters", "gradients", "moments", "optimizer_temporaries"} if off else set[str]()
     share = f"{s.trainable_full} / {asked.shard_size} ranks" if asked.shard_size > 1 else f"{s.trainable_full}"
     unsharded = f" + 4 B x {s.trainable_full} until the last micro-batch" if wide else ""
     texts |= {
         "parameters": f"{each} B x {share}",
         "gradients": f"{grads // s.trainable} B x {share}{unsharded}",
         "moments": f"2 x {each} B x {share}",
+    }
+    return Held(always, rest, changing, texts, host)
+
+
+def rows(asked: Asked, arch: Arch) -> tuple[list[Row], int, str]:
+    """All rows, the rank's peak in bytes (rows on the host left out), and the moment of that peak."""
+    if asked.engine == "deepspeed":
+        found = plan_zero.held(asked, arch, _activations(asked, arch), _logits(asked, arch))
+    else:
+        found = _held(asked, arch)
+    _, rest, changing, texts, host = found
+    always = found.always | {"buffers": arch.buffer_bytes, "overhead": OVERHEAD[asked.device]}
+    rest = always | rest
+    if asked.background:
+        rest["snapshot"] = rest["parameters"] + rest["moments"]
+    host.add("snapshot")  # in host memory wherever the model is; there from the first save on
+    totals = {
+        name: sum(size for row, size in (always | held_then).items() if row not in host)
+        for name, held_then in changing.items()
+    }
+    when = max(totals, key=lambda name: totals[name])
+    texts |= {
         "buffers": "rotary frequencies in FP32",
-        "snapshot": f"3 x {each} B x {share}, on the host" if asked.background else "checkpoint.background = false",
+        "snapshot": f"{texts['parameters']} + {texts['moments']}, on the host"
+        if asked.background
+        else "checkpoint.background = false",
         "overhead": "assumed: " + ("context, kernels, communicators" if asked.device == "cuda" else "libraries"),
     }
     out = []
     for name in ORDER:
+        if name not in texts:  # of another engine
+            continue
         own = max(rest.get(name, 0), *(held_then.get(name, 0) for held_then in changing.values()))
         there = (always | changing[when]).get(name, 0)
         out.append(Row(name, rest.get(name, 0), own, texts[name], there, name in host))

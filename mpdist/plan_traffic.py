@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+from mpdist import plan_zero
 from mpdist.arch import Arch, module_matches
 from mpdist.formats import bytes_of
 from mpdist.plan_memory import Asked, held
@@ -126,6 +127,8 @@ def traffic(asked: Asked, arch: Arch) -> list[Traffic]:
             text = f"2 x (n-1)/n x {sum(p.count for p in trainable)} x {width} B, {how}"
             out.append(_row("gradients", "all-reduce", asked.wire, everyone, times, once, text))
         return out
+    if asked.engine == "deepspeed":
+        return _zero(asked, arch, _group(size, 1, per_node)) if size > 1 else []
     mine = sum(held(p, size) for p in trainable)
     shard = _group(size, 1, per_node)
     if size > 1:
@@ -138,11 +141,11 @@ def traffic(asked: Asked, arch: Arch) -> list[Traffic]:
         text = f"2 x (n-1)/n x the shard's {mine} x {width} B, {how}"
         out.append(_row("gradients", "all-reduce of replicas", asked.wire, copies, times, once, text))
     if size > 1:
-        out += _gathers(asked, arch, shard)
+        out.append(_gathers(asked, arch, shard))
     return out
 
 
-def _gathers(asked: Asked, arch: Arch, shard: _Group) -> list[Traffic]:
+def _gathers(asked: Asked, arch: Arch, shard: _Group) -> Traffic:
     compute = bytes_of(asked.compute)
     root = blocks = 0
     for p in arch.params:
@@ -152,14 +155,42 @@ def _gathers(asked: Asked, arch: Arch, shard: _Group) -> list[Traffic]:
             blocks += size
         else:
             root += size
-    micros = asked.accumulation
     passes = 2 if asked.stage == 3 else 1
-    total = root + passes * blocks
+    how = "blocks forward and backward, the rest once" if passes == 2 else "forward only"
+    return _gather_row(asked, shard, root + passes * blocks, asked.accumulation, how)
+
+
+def _gather_row(asked: Asked, shard: _Group, total: int, times: int, how: str) -> Traffic:
+    """total: bytes that are gathered at a time, all ranks' parts together."""
     sent = total * (shard.size - 1) // shard.size
     # A ring over nodes: one rank in `inner` sends to another node, the others inside their own.
     between = sent // shard.inner if shard.outer > 1 else 0
     payload = total // shard.size
     once = (payload, 0, sent, 0) if shard.outer == 1 else (0, payload, sent - between, between)
-    text = f"(n-1)/n x {total} B: " + ("blocks forward and backward, the rest once" if passes == 2 else "forward only")
-    text += f", {micros} x a step" if micros > 1 else ", once a step"
-    return [_row("parameters", "all-gather", asked.compute, shard, micros, once, text)]
+    text = f"(n-1)/n x {total} B: {how}, " + (f"{times} x a step" if times > 1 else "once a step")
+    return _row("parameters", "all-gather", asked.compute, shard, times, once, text)
+
+
+def _zero(asked: Asked, arch: Arch, shard: _Group) -> list[Traffic]:
+    """DeepSpeed's: gradients go to the owners of their elements; parameters are gathered after the step, or at each use."""
+    trainable, _ = arch.split(asked.freeze)
+    counts, width, stage = [p.count for p in trainable], bytes_of(asked.wire), plan_zero.number(asked)
+    times = 1 if asked.when == "last" else asked.accumulation
+    if stage == 3:
+        total = sum(_padded(count, shard.size) for count in counts)
+        once = _scatter(total, shard, width)
+    else:
+        total = sum(counts)
+        # Between nodes a rank sends what the ranks with its own place on all nodes own.
+        column = sum(plan_zero.cut(counts, stage, shard.size, rank) for rank in range(0, shard.size, shard.inner))
+        within = total * width if shard.inner > 1 else 0
+        between = column * width if shard.outer > 1 else 0
+        once = (within, between, within * (shard.inner - 1) // shard.inner, between * (shard.outer - 1) // shard.outer)
+    text = f"(n-1)/n x {total} x {width} B, " + (f"{times} x a step" if times > 1 else "once a step")
+    kind = "reduce-scatter" if stage == 3 else "all-to-all"
+    gathered, how = plan_zero.fetched(asked, arch)
+    often = asked.accumulation if stage == 3 else 1
+    return [
+        _row("gradients", kind, asked.wire, shard, times, once, text),
+        _gather_row(asked, shard, gathered * bytes_of(asked.compute), often, how),
+    ]

@@ -98,7 +98,7 @@ CASES = [
     Case("FP32, once a window", {"every": False}, **_SHORT),
     Case("BF16, once a window", {**_BF16, "every": False}, ROUNDED, **_SHORT),
     *(
-        Case(f"FP32 with a {wire.upper()} wire, sum {'fp32' if fp32 else 'wire'}",
+        Case(f"FP32 with {'an' if wire == 'fp16' else 'a'} {wire.upper()} wire, sum {'fp32' if fp32 else 'wire'}",
              {"wire": wire, "sum_fp32": fp32, "every": False}, ROUNDED, **_SHORT)
         for wire in ("bf16", "fp16") for fp32 in (True, False)
     ),

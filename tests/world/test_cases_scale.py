@@ -235,7 +235,8 @@ def _one_element(rank: int, jobs: list[tuple[str, int, int]]) -> list[dict[str, 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_c07_ranks_with_empty_shards_share_the_verdict(ranks: int) -> None:
-    jobs = [("fsdp2", 2, 1), ("fsdp2", 3, 1), ("fsdp2", 3, 2), ("ddp", 0, 1)]
+    jobs = [("fsdp2", 2, 1), ("fsdp2", 3, 1), ("fsdp2", 3, 2), *(("deepspeed", stage, 1) for stage in (1, 2, 3))]
+    jobs.append(("ddp", 0, 1))
     by_rank = worlds.run(_one_element, ranks, jobs)
     shards = [found[1]["rows"] for found in by_rank]  # inner.weight, inner.bias, outer.weight, outer.bias
     assert [rows[3] for rows in shards] == [1] + [0] * (ranks - 1)

@@ -12,7 +12,6 @@ after it, and of the length of all weights.
 from __future__ import annotations
 
 import copy
-import gc
 import hashlib
 import itertools
 import math
@@ -233,7 +232,6 @@ def run_course(made: Rig, case: Case, seed: int) -> Course:
 
 def courses(rank: int, jobs: list[tuple[Case, str, str]]) -> list[list[Course]]:
     """On each rank: (case, engine, fault) one after another in the same process."""
-    gc.freeze()  # DeepSpeed collects garbage at each start; what is imported so far is none
     return [train(rank, *job) for job in jobs]
 
 

@@ -8,6 +8,7 @@ raises fails the call with that rank's traceback; a hang is killed by the watchd
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -23,6 +24,7 @@ from typing import Any
 _PRELOAD = [
     "torch",
     "torch.distributed.checkpoint",
+    "torch._inductor.compile_fx",  # DeepSpeed imports it at its first start
     "transformers.models.llama.modeling_llama",
     "accelerate",
     "mpdist.shard.fsdp2",
@@ -127,6 +129,7 @@ def _main(
     import torch
     import torch.distributed as dist
 
+    gc.freeze()  # what is imported is no garbage, and DeepSpeed collects at each start
     torch.set_num_threads(1)
     try:
         port = kwargs.pop("_port")

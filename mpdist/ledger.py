@@ -88,6 +88,8 @@ def beside_plan(rows: Sequence[dict[str, Any]], planned: Mapping[str, Mapping[st
             if (name, rank) not in seen:
                 empty = {"row": name, "rank": rank, "dtype": None, "elements": None, "measured_bytes": None}
                 cause = "lives within a window only; its peak is planned, the process's peak is measured"
+                if plan["bytes"]:
+                    cause = "planned only: no tensors of the engine or the optimizer, the process's peak is measured"
                 result.append(
                     {**empty, "planned_bytes": plan["peak"], "cause": cause if plan["peak"] else "none planned"}
                 )
@@ -102,6 +104,6 @@ def _cause(row: dict[str, Any], totals: Mapping[Any, int], expected: int | None,
         return "as planned"
     if row["row"] == "peak":
         return "the process as a whole is measured: interpreter, libraries and allocator included"
-    if row["row"] in ("parameters", "gradients", "moments") and abs(gap) <= 0.02 * max(expected, 1) + 65536:
-        return "parameters are cut by whole rows, so ranks hold a little more or less"
+    if row["row"] in ("parameters", "working", "gradients", "moments") and abs(gap) <= 0.02 * max(expected, 1) + 65536:
+        return "parameters are cut where ranks do not divide them, so some hold a little more or less"
     return f"{gap:+d} bytes against {plan['formula']}" if plan else ""

@@ -375,14 +375,18 @@ def _micros(asked: Asked) -> list[int]:
 
 def _changes(asked: Asked) -> list[tuple[str, dict[str, Any]]]:
     out: list[tuple[str, dict[str, Any]]] = []
+    third: tuple[str, dict[str, Any]] = ("shard.stage=3", {"stage": 3})
+    if asked.stage == 1:  # which is what makes `last` the default
+        third = ("shard.stage=3 reduce.when=every", {"stage": 3, "when": "every"})
     if asked.loss_chunk != "auto":
         out.append(("memory.loss_chunk=auto", {"loss_chunk": "auto"}))
     if asked.engine == "ddp" and asked.ranks > 1:
         out.append(("shard.engine=fsdp2 shard.stage=3", {"engine": "fsdp2", "stage": 3}))
-    if asked.engine == "fsdp2":
-        if asked.stage == 2:
-            out.append(("shard.stage=3", {"stage": 3}))
-        if asked.when == "last" and asked.accumulation > 1:
+    if asked.engine != "ddp":
+        if asked.stage < 3:
+            out.append(third)
+        # Below stage 3 deepspeed keeps gradients whole for `last` even with one micro-batch.
+        if asked.when == "last" and (asked.accumulation > 1 or (asked.engine == "deepspeed" and asked.stage < 3)):
             out.append(("reduce.when=every", {"when": "every"}))
     if asked.checkpointing == "none":
         out.append(("memory.checkpointing=selective", {"checkpointing": "selective"}))
@@ -397,7 +401,12 @@ def _changes(asked: Asked) -> list[tuple[str, dict[str, Any]]]:
         out.append(("batch.micro=1", {"micro": 1}))
     if asked.compute == "fp32":
         out.append(("precision.compute=bf16", {"compute": "bf16"}))
-    if asked.device == "cuda" and asked.offload == "none":
+    if asked.device == "cuda" and asked.engine == "deepspeed" and asked.offload != "all":
+        if asked.offload == "none":
+            out.append(("shard.offload=optimizer", {"offload": "optimizer"}))
+        before, values = ("", {}) if asked.stage == 3 else (f"{third[0]} ", third[1])
+        out.append((f"{before}shard.offload=all", {**values, "offload": "all"}))
+    elif asked.device == "cuda" and asked.offload == "none":
         if asked.engine == "fsdp2":
             out.append(("shard.offload=all", {"offload": "all"}))
         elif asked.ranks > 1:

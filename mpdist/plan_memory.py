@@ -331,7 +331,7 @@ ORDER = (
         "working",
         "gathered",
         "gradients",
-        "host_gradients",
+        "gradient_copies",
         "moments",
         "buffers",
         "activations",

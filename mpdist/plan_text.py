@@ -30,7 +30,14 @@ def _what(plan: Plan) -> list[str]:
     a, b = plan.asked, plan.batch
     world = f"{a.ranks} rank{'s' * (a.ranks != 1)} on {a.nodes} node{'s' * (a.nodes != 1)}"
     world += f", {'CPUs' if a.device == 'cpu' else 'GPUs'}"
-    shard = a.engine if a.engine == "ddp" else f"fsdp2 stage {a.stage}, " + _shared(a.shard_size)
+    shard = a.engine if a.engine == "ddp" else f"{a.engine} stage {a.stage}, " + _shared(a.shard_size)
+    if a.engine == "deepspeed" and a.stage < 3 and a.ranks > 1:
+        once = a.when == "last"
+        shard += (
+            f" of masters{'' if once else ', gradients'} and moments; working copies{' and gradients' * once} are whole"
+        )
+    if a.offload != "none":
+        shard += f", offload {a.offload}"
     if a.replicas > 1:
         shard += f", {a.replicas} replicas"
     master = "FP32 masters" if a.master == "fp32" else f"pure {a.compute}: NO FP32 masters"

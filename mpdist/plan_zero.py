@@ -135,9 +135,9 @@ def held(asked: Asked, arch: Arch, activations: tuple[int, int, str], logits: tu
     if z.stage == 3:
         always["gradients"] = 4 * z.mine
     if z.stage < 3 and asked.offload != "none":
-        always["host_gradients"] = 4 * z.mine
+        always["gradient_copies"] = 4 * z.mine
     rest = always | {"gradients": 4 * z.mine}
-    host = {"parameters", "moments", "optimizer_temporaries", "host_gradients"} if z.host else set()
+    host = {"parameters", "moments", "optimizer_temporaries", "gradient_copies"} if z.host else set()
     host |= {"gradients"} if z.host and z.stage == 3 else set()
     host |= {"working"} if z.all_host else set()
     return Held(always, rest, _moments(z, activations, logits), _texts(z, activations[2], logits[2]), host)
@@ -181,7 +181,7 @@ def _moments(z: _Zero, activations: tuple[int, int, str], logits: tuple[int, int
     end["gradients"] = reduced + 4 * min(z.early, last)
     if twice:
         found["forward"] = {"gathered": whole + twice, "gradients": early, "activations": stored}
-    if not at_once:  # a head larger than a bucket leaves before the blocks' backward, else the first full bucket within it
+    if not at_once:  # a head larger than a bucket leaves ahead of the blocks, else the first full bucket within one
         there = stored + (running // 2 if first <= z.bucket else 0)
         found["the first reduction"] = {
             "gathered": whole, "gradients": reduced + 4 * z.early, "activations": there, "logits": kept,
@@ -215,5 +215,5 @@ def _texts(z: _Zero, activations: str, logits: str) -> dict[str, str]:
     if z.stage == 3:
         texts["gathered"] = f"{z.c} B a parameter: up to {whole} of them whole at once, up to {twice} twice"
     if z.stage < 3 and asked.offload != "none":
-        texts["host_gradients"] = f"4 B x {share}: once more, where the optimizer runs"
+        texts["gradient_copies"] = f"4 B x {share}: once more, where the optimizer runs"
     return texts

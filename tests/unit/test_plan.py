@@ -121,6 +121,11 @@ def test_horizon(tmp_path: Path, overrides: tuple[str, ...], steps: int | None, 
         ({"engine": "ddp", "stage": 0, "compute": "fp32"}, 16),
         ({"engine": "ddp", "stage": 0, "compute": "bf16"}, 18),
         ({"engine": "ddp", "stage": 0, "compute": "bf16", "master": "compute"}, 10),  # FP32 sums of gradients
+        ({"engine": "deepspeed", "stage": 1, "when": "last"}, 2 + 16 / 8),
+        ({"engine": "deepspeed", "stage": 2}, 2 + 16 / 8),
+        ({"engine": "deepspeed", "stage": 2, "compute": "fp32"}, 4 + 16 / 8),
+        ({"engine": "deepspeed", "stage": 3}, 18 / 8),
+        ({"engine": "deepspeed", "stage": 3, "compute": "fp32"}, 16 / 8),
     ],
 )
 def test_states_are_sixteen_bytes_a_parameter_and_copies_are_rows_of_their_own(
@@ -166,6 +171,54 @@ def test_reducing_at_the_last_micro_batch_keeps_whole_gradients() -> None:
     assert row(asked(when="last"), "gradients").peak_bytes == row(asked(), "gradients").peak_bytes
 
 
+ZERO: dict[int, dict[str, Any]] = {
+    stage: {"engine": "deepspeed", "stage": stage, "when": "last" if stage == 1 else "every"} for stage in (1, 2, 3)
+}
+
+
+def test_zero_cuts_by_elements_and_pads_what_it_cuts() -> None:
+    from mpdist.plan_zero import cut
+
+    assert [cut([7, 4], 2, 4, rank) for rank in range(4)] == [4, 4, 3, 0]  # even parts of one line
+    assert [cut([7, 1], 3, 4, rank) for rank in range(4)] == [2 + 1, 2, 2, 1]  # each by itself
+    for stage in (2, 3):
+        assert sum(cut([1001, 3, 64], stage, 8, rank) for rank in range(8)) == 1068
+
+
+def test_zero_1_keeps_gradients_whole_and_zero_2_does_not() -> None:
+    n = shape().total
+    assert row(asked(**ZERO[1]), "gradients").peak_bytes >= 4 * n
+    assert row(asked(**ZERO[2]), "gradients").peak_bytes == row(asked(**ZERO[1]), "gradients").rest_bytes == 4 * n // 8
+    assert "until the last micro-batch" in row(asked(**ZERO[1]), "gradients").formula
+    # Which of the two it is follows from reduce.when, whatever the stage's number.
+    assert rows(asked(**ZERO[1] | {"when": "every"}), shape())[1] == rows(asked(**ZERO[2]), shape())[1]
+
+
+def test_zero_3_gathers_a_few_tensors_where_a_whole_model_would_not_fit() -> None:
+    gathered = row(asked(**ZERO[3]), "gathered")
+    assert gathered.rest_bytes == 0
+    assert 2 * shape().head < gathered.peak_bytes < 2 * (shape().head + sum(shape().blocks[:2]))
+    assert row(asked(**ZERO[3], freeze=("model.layers.*",)), "working").rest_bytes == 2 * shape().total // 8
+    assert row(asked(**ZERO[3], ranks=1, global_=1), "gathered").peak_bytes == 0
+    assert all(r.row != "gathered" for r in rows(asked(), shape())[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "host"),
+    [
+        (ZERO[2] | {"offload": "optimizer"}, {"parameters", "moments", "gradient_copies"}),
+        (ZERO[3] | {"offload": "optimizer"}, {"parameters", "moments", "gradients"}),
+        (ZERO[3] | {"offload": "all"}, {"parameters", "moments", "gradients", "working"}),
+    ],
+)
+def test_zero_offloads_what_is_asked_for(changes: dict[str, Any], host: set[str]) -> None:
+    found, peak, _ = rows(asked(**changes), shape())
+    assert {r.row for r in found if r.host} == host | {"optimizer_temporaries", "snapshot"}
+    assert rows(asked(**changes | {"offload": "none"}), shape())[1] - peak >= 12 * shape().total // 8
+    on_cpu = rows(asked(**changes, device="cpu"), shape())[0]
+    assert {r.row for r in on_cpu if r.host} == {"snapshot"}  # it is all the same memory there
+
+
 def test_offload_moves_the_states_to_the_host() -> None:
     found, peak, _ = rows(asked(offload="all"), shape())
     assert {r.row for r in found if r.host} == {
@@ -182,9 +235,15 @@ def test_offload_moves_the_states_to_the_host() -> None:
 
 
 def test_rows_at_the_peak_add_up_to_it() -> None:
-    for changes in ({}, {"global_": 16}, {"checkpointing": "full"}, {"engine": "ddp", "stage": 0}, {"micro": 8}):
+    several: tuple[dict[str, Any], ...] = (
+        {},
+        {"global_": 16},
+        {"checkpointing": "full"},
+        {"engine": "ddp", "stage": 0},
+    )
+    for changes in (*several, {"micro": 8}, *ZERO.values(), ZERO[3] | {"offload": "all"}):
         found, peak, moment = rows(asked(**{"global_": 64} | changes), shape())
-        assert sum(r.at_peak_bytes for r in found) == peak
+        assert sum(r.at_peak_bytes for r in found if not r.host) == peak
         assert moment
         assert all(r.formula for r in found)
         assert all(r.peak_bytes >= r.at_peak_bytes for r in found)
@@ -256,16 +315,27 @@ def test_a_suggestion_can_be_given_back_as_overrides(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("memory", [2, 8, 12, 16, 20, 24, 40, 60])
-@pytest.mark.parametrize("engine", [(), ("shard.engine=ddp", "shard.stage=0")])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        (),
+        ("shard.engine=ddp", "shard.stage=0"),
+        ("shard.engine=deepspeed", "shard.stage=1"),
+        ("shard.engine=deepspeed", "shard.stage=2", "reduce.when=last"),
+    ],
+)
 def test_advice_repeats_no_change_and_no_key(tmp_path: Path, memory: int, engine: tuple[str, ...]) -> None:
     asked = ("batch.global=32", "batch.micro=4", *engine)
     found = made(tmp_path, *asked, memory=memory * GIB)
     assert found.fits is False
     changes = [s.change for s in found.suggestions]
     assert len(set(changes)) == len(changes)
-    for change in changes:
-        keys = [override.split("=")[0] for override in _overrides(change)]
-        assert len(set(keys)) == len(keys), change
+    for suggestion in found.suggestions:
+        keys = [override.split("=")[0] for override in _overrides(suggestion.change)]
+        assert len(set(keys)) == len(keys), suggestion.change
+        again = made(tmp_path, *asked, *_overrides(suggestion.change), memory=memory * GIB)
+        assert again.peak_bytes == suggestion.peak_bytes, suggestion.change
+        assert "deepspeed" not in suggestion.change  # it is for those who ask for it
     full = made(tmp_path, *asked, "memory.checkpointing=full", memory=memory * GIB)
     if full.fits:
         assert "memory.checkpointing=full" in changes

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mpdist import arch
+from mpdist import arch, plan_zero
 from mpdist.plan_memory import Asked
 from mpdist.plan_traffic import Traffic, traffic
 
@@ -44,6 +44,7 @@ def sent(t: Traffic) -> int:
 def test_one_rank_sends_nothing() -> None:
     assert rows(ranks=1, global_=1) == {}
     assert rows(ranks=1, global_=1, engine="ddp", stage=0) == {}
+    assert rows(ranks=1, global_=1, engine="deepspeed") == {}
 
 
 @pytest.mark.parametrize(("wire", "width"), [("fp32", 4), ("bf16", 2), ("fp16", 2)])
@@ -124,3 +125,36 @@ def test_json_gives_both_kinds_of_bytes() -> None:
     data = rows(nodes=2)["gradients", "reduce-scatter"].json()
     assert data["payload_bytes"] == data["payload_bytes_within"] + data["payload_bytes_between"]  # type: ignore[operator]
     assert {"what", "collective", "dtype", "times", "sent_bytes_within", "sent_bytes_between", "formula"} <= set(data)
+
+
+# -- DeepSpeed ------------------------------------------------------------------------------------------------------------
+
+
+def test_zero_below_3_sends_gradients_to_their_owners_and_gathers_parameters_after_the_step() -> None:
+    every = rows(engine="deepspeed", stage=2, global_=16, wire="bf16")
+    assert every["gradients", "all-to-all"].payload_within == 2 * 2 * N
+    assert every["parameters", "all-gather"].times == 1
+    assert sent(every["parameters", "all-gather"]) == 2 * N * 7 // 8
+    once = rows(engine="deepspeed", stage=1, global_=16, when="last")
+    assert once["gradients", "all-to-all"].payload_within == 4 * N
+    frozen = rows(engine="deepspeed", stage=2, freeze=("model.embed_tokens.*",))
+    assert frozen["gradients", "all-to-all"].payload_within == 4 * (N - shape().embedding)
+    assert sent(frozen["parameters", "all-gather"]) == pytest.approx(2 * (N - shape().embedding) * 7 / 8, rel=1e-3)
+
+
+def test_zero_3_gathers_at_each_use_unless_the_model_fits_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    three: dict[str, Any] = {"engine": "deepspeed", "stage": 3}
+    assert rows(**three)["gradients", "reduce-scatter"].payload_within == 4 * N
+    assert sent(rows(**three)["parameters", "all-gather"]) == 2 * N * 7 // 8
+    monkeypatch.setattr(plan_zero, "BUCKET", 1000)
+    twice = sent(rows(**three)["parameters", "all-gather"])
+    assert twice == 2 * (2 * N - shape().head) * 7 // 8
+    again = sent(rows(**three, checkpointing="every 2")["parameters", "all-gather"])
+    assert again - twice == 2 * shape().blocks[0] * 7 // 8
+    assert sent(rows(**three, global_=16)["parameters", "all-gather"]) == 2 * twice
+
+
+def test_zero_between_nodes_sends_what_its_own_column_owns() -> None:
+    found = rows(engine="deepspeed", stage=2, nodes=2)["gradients", "all-to-all"]
+    assert found.payload_within == 4 * N
+    assert found.payload_between == pytest.approx(4 * N / 4, rel=1e-3)

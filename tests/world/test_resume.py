@@ -65,20 +65,6 @@ def test_a_larger_budget_under_an_explicit_horizon_goes_on(tmp_path: Path) -> No
     assert same(parts.weights(), whole.weights())
 
 
-def test_another_number_of_ranks_and_another_engine_see_the_same_global_batches(tmp_path: Path) -> None:
-    whole = train(tmp_path, 2, name="whole", budget__steps=8, optim__horizon=8)
-    train(tmp_path, 2, name="moved", budget__steps=4, optim__horizon=8)
-    saved = Result(tmp_path / "runs" / "moved", [(0, "")]).weights()
-    moved = train(tmp_path, 1, name="moved", budget__steps=6, optim__horizon=8, shard={"engine": "ddp"})
-    assert moved.status == 0, moved.message
-    assert same(saved, moved.weights(4))
-    moved = train(tmp_path, 4, name="moved", budget__steps=8, optim__horizon=8, shard={"stage": 2, "replicas": 2})
-    assert moved.status == 0, moved.message
-    for name in ("train/loss", "train/lr", "train/label_tokens"):
-        assert moved.column(name) == pytest.approx(whole.column(name), rel=1e-5)
-    assert any("shard.engine" in change for change in moved.events("resume")[0]["changes"])
-
-
 def test_an_altered_checkpoint_is_named_and_passed_over(tmp_path: Path) -> None:
     here = {"every": 1, "background": False}
     drill = {"kill_at": {"attempt": 4, "rank": "all"}}

@@ -48,6 +48,13 @@ REFUSED = [
     ("shard.engine=ddp shard.stage=3", "ddp has stage 0 only"),
     ("shard.engine=ddp shard.replicas=2", "every rank is a replica"),
     ("shard.engine=ddp shard.offload=all", "does not offload"),
+    ("shard.offload=optimizer", "fsdp2 can offload none, all"),
+    ("shard.engine=deepspeed shard.stage=0", "deepspeed has stage 1 or 2 or 3 only"),
+    ("shard.engine=deepspeed shard.replicas=2", "all ranks share one copy"),
+    ("shard.engine=deepspeed shard.offload=all", "that every rank holds whole"),
+    ("shard.engine=deepspeed precision.master=compute", "keeps FP32 masters"),
+    ("shard.engine=deepspeed precision.keep_fp32.0=model.norm", "in one dtype"),
+    ("shard.engine=deepspeed model.compile=blocks", "cannot be compiled"),
     ("reduce.sum=wire", "no effect"),
     ("budget.epochs=1", "exactly one of steps"),
     ("budget.steps=null", "exactly one of steps"),
@@ -155,3 +162,12 @@ def test_a_world_that_works(good: Path) -> None:
         "drill.overflow_at={attempts: all, micro: 4, rank: 1}",
     ]
     assert check_world(load(good, overrides).config, 2) == []
+
+
+def test_zero_1_reduces_once_a_window_unless_told_otherwise(good: Path) -> None:
+    one = ["shard.engine=deepspeed", "shard.stage=1"]
+    assert load(good, one).config.reduce.when == "last"
+    assert load(good, [*one, "reduce.wire=bf16"]).config.reduce.when == "last"
+    assert load(good, [*one, "reduce.when=every"]).config.reduce.when == "every"
+    assert load(good, ["shard.engine=deepspeed"]).config.shard.stage == 2
+    assert load(good, ["shard.engine=deepspeed"]).config.reduce.when == "every"

@@ -53,7 +53,7 @@ REFUSED = [
     ("shard.engine=deepspeed shard.replicas=2", "all ranks share one copy"),
     ("shard.engine=deepspeed shard.offload=all", "that every rank holds whole"),
     ("shard.engine=deepspeed precision.master=compute", "keeps FP32 masters"),
-    ("shard.engine=deepspeed precision.keep_fp32.0=model.norm", "in one dtype"),
+    ("shard.engine=deepspeed precision.keep_fp32=[norm]", "in one dtype"),
     ("shard.engine=deepspeed model.compile=blocks", "cannot be compiled"),
     ("reduce.sum=wire", "no effect"),
     ("budget.epochs=1", "exactly one of steps"),

@@ -41,7 +41,7 @@ SUPPORT = {
         masters=("fp32",),
         keeps=False,
         compiles=False,
-        note="ZeRO; offload all is of stage 3",
+        note="ZeRO; offload all is of stage 3, where every rank has to run the same modules",
     ),
 }
 

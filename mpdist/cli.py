@@ -288,7 +288,7 @@ def _numerics(argv: Sequence[str]) -> int:
         "lab: train one small problem in emulated formats, and see what casts, scales and accumulators do to it.",
         "examples:\n  mpdist numerics formats\n  mpdist numerics lab --json",
     )
-    parser.add_argument("what", choices=("formats", "lab"))
+    parser.add_argument("what", choices=("formats", "lab"), metavar="formats|lab")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     arguments = parser.parse_args(list(argv))
     import os

@@ -39,7 +39,7 @@ def translate(
     world = facts.world(found["accelerate"], ranks, nodes)
     libraries = {format: theirs.not_asked(format) for format in found}
     if ask and found["trainer"].given:
-        libraries["trainer"] = theirs.trainer()
+        libraries["trainer"] = theirs.trainer(found["trainer"])
     if ask and found["accelerate"].given:
         libraries["accelerate"] = theirs.accelerate(found["accelerate"])
     draft = Draft(found["trainer"], found["deepspeed"], found["accelerate"], world, libraries)
@@ -74,6 +74,10 @@ def _judge(draft: Draft, ask: bool) -> None:
 
 
 def _fill_in(draft: Draft) -> None:
+    if draft.world.source == "--ranks" and draft.world.per_node:
+        draft.set("launch.ranks", draft.world.per_node, "--ranks")
+        if draft.world.nodes > 1 and "launch.nodes" not in draft.values:
+            draft.set("launch.nodes", draft.world.nodes, "--nodes")
     theirs_lack = "their file does not name it"
     draft.fill("name", "my-run", "the run's name and folder")
     draft.fill("model.path", "HUB_ID_OR_FOLDER", theirs_lack)

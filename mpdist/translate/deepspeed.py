@@ -9,12 +9,15 @@ from mpdist.translate.accelerate import clip, overflow, wire
 from mpdist.translate.document import Wrong, flag, number, whole
 from mpdist.translate.draft import NONE, OTHER, SAME, TRANSLATED, Draft, Rule, Verdict, find, none, off, same
 
+_UNSIZED = "no train_micro_batch_size_per_gpu and gradient_accumulation_steps say it"
 _UNKNOWN = "the DeepSpeed file does not hold it: it is in your script"
 
 
 def _dtype(dtype: str) -> Rule:
     def rule(value: Any, draft: Draft) -> Verdict:
         compute, source = facts.precision(draft)
+        if flag(value) and facts.contradiction(draft):
+            return facts.contradictory(draft)
         if flag(value) or not source:
             return Verdict(TRANSLATED, "", {"precision.compute": compute})
         return Verdict(SAME, f"{source} decides")
@@ -240,8 +243,10 @@ def _sixteen() -> dict[str, Rule]:
             if flag(value)
             else Verdict(SAME, "off in both")
         ),
-        "torch_autocast.dtype": lambda value, draft: Verdict(
-            TRANSLATED, "", {"precision.compute": facts.precision(draft)[0]}
+        "torch_autocast.dtype": lambda value, draft: (
+            Verdict(SAME, "fp16 and bf16 decide")
+            if facts.contradiction(draft)
+            else Verdict(TRANSLATED, "", {"precision.compute": facts.precision(draft)[0]})
         ),
         "torch_autocast.lower_precision_safe_modules": none("precision.keep_fp32 names the others"),
         "communication_data_type": _wire,
@@ -380,10 +385,25 @@ def _notes(draft: Draft) -> None:
         draft.note("DeepSpeed adds up micro-batches in 16 bit without data_types.grad_accum_dtype; here in FP32.")
 
 
+def _no_global(draft: Draft, found: facts.Batch) -> str:
+    """What batch.global cannot be computed for."""
+    if found.micro and found.accumulation:
+        return "it depends on the number of ranks: give --ranks N, or write it"
+    auto = [key for key in facts.SIZES if draft.deepspeed.get(key) == "auto" and key not in draft.filled]
+    if not auto:
+        return f"the file has no train_batch_size, and {_UNSIZED}"
+    keys = ", ".join(auto[:-1]) + f" and {auto[-1]} are" if auto[1:] else f"{auto[0]} is"
+    filled = "the script fills it" if draft.accelerate.given else "give --from-trainer FILE, which fills it"
+    return f"{keys} auto there: {filled}, or write it"
+
+
 def _finish_alone(draft: Draft) -> None:
     found = facts.batch(draft)
-    product = f"{found.micro or 'micro'} x {found.accumulation or 'accumulation'} x ranks"
-    draft.fill("batch.global", product, "it depends on the number of ranks: give --ranks N, or write it")
+    product = f"{found.micro or 'micro'} x {found.accumulation or 'accumulation'} x {draft.world.parallel or 'ranks'}"
+    draft.fill("batch.global", product, _no_global(draft, found))
+    if found.micro is None:
+        why = "it depends on the number of ranks: give --ranks N" if found.accumulation and found.all else _UNSIZED
+        draft.decide("batch.micro", "1", why)
     if (found.accumulation or 2) > 1:
         draft.note(
             "DeepSpeed divides each micro-batch's loss by their number: the mean of means, and of the ranks'. Here the "

@@ -28,6 +28,7 @@ class Document:
     ) -> None:
         self.format, self.path, self.values, self.origins, self.prefix = format, path, values, origins, prefix
         self.secrets: set[str] = set()
+        self.loose = ""  # where and why it is no strict JSON, if only the second reader took it
 
     @property
     def given(self) -> bool:
@@ -80,7 +81,10 @@ def nothing(format: str) -> Document:
     return Document(format, "", {}, {})
 
 
-def open_document(format: str, path: str, lenient: Callable[[str], Any] | None = None) -> Document:
+Lenient = Callable[[str, Callable[[list[tuple[str, Any]]], Any]], Any]
+
+
+def open_document(format: str, path: str, lenient: Lenient | None = None) -> Document:
     """Read FILE. ``lenient`` is a second reader of JSON, for what the library takes beyond it (comments)."""
     option, title = f"--from-{format}", TITLES[format]
     try:
@@ -91,7 +95,7 @@ def open_document(format: str, path: str, lenient: Callable[[str], Any] | None =
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({option})", error.strerror or str(error), "check the path") from None
     as_json = format == "deepspeed" or text.lstrip().startswith("{")
-    tree = _json(text, path, lenient) if as_json else read.parse(text, path)
+    tree, loose = _json(text, path, lenient) if as_json else (read.parse(text, path), "")
     if tree.problems:
         raise tree.problems[0] if len(tree.problems) == 1 else ConfigError(tree.problems)
     if not isinstance(tree.value, dict) or not tree.value:
@@ -99,10 +103,12 @@ def open_document(format: str, path: str, lenient: Callable[[str], Any] | None =
         raise UsageError(f"{path} holds {holds}", f"{title} is a mapping of keys to values", "check the path")
     document = Document(format, path, tree.value, tree.origins)
     document.secrets = _hide_secrets(tree)
+    document.loose = loose
     return document
 
 
-def _json(text: str, path: str, lenient: Callable[[str], Any] | None) -> read.Tree:
+def _json(text: str, path: str, lenient: Lenient | None) -> tuple[read.Tree, str]:
+    """The tree, and why the strict reader refused it where the lenient one did not."""
     problems: list[Any] = []
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -115,14 +121,15 @@ def _json(text: str, path: str, lenient: Callable[[str], Any] | None) -> read.Tr
     try:
         value = json.loads(text, object_pairs_hook=unique)
     except json.JSONDecodeError as error:
-        value = lenient(text) if lenient is not None else None
+        problems.clear()
+        value = lenient(text, unique) if lenient is not None else None
         if not isinstance(value, dict):
             what = f"{path}:{error.lineno} is not JSON"
             raise UsageError(what, error.msg, "correct the line, or the ones just above it") from None
-        return read.Tree(value, {})
+        return read.Tree(value, {}, problems), f"{path}:{error.lineno}: {error.msg}"
     # The lines come from the YAML reader, to which a tab between two tokens means something else.
     lines = read.parse(text.replace("\t", " "), path)
-    return read.Tree(value, {} if lines.problems else lines.origins, problems)
+    return read.Tree(value, {} if lines.problems else lines.origins, problems), ""
 
 
 def _hide_secrets(tree: read.Tree) -> set[str]:

@@ -70,6 +70,7 @@ class Draft:
         self.lines: list[Line] = []
         self.defaults: list[tuple[str, dict[str, Any]]] = []  # their default in words, and ours
         self.open: dict[str, tuple[str, str, str]] = {}  # our key: FILL IN or DECIDE, an example, why
+        self.guesses: dict[str, str] = {}  # our key, set by more than their file says: what was guessed
         self.notes: list[str] = []
         self.problems: list[MpdistError] = []
         self.filled: dict[str, tuple[Any, str]] = {}  # keys of DeepSpeed that were "auto"
@@ -140,7 +141,7 @@ class Draft:
 
     def fill(self, ours: str, example: str, why: str) -> None:
         """A required value that their file does not have."""
-        if ours not in self.values:
+        if ours not in self.values and self.open.get(ours, ("",))[0] != "FILL IN":
             self.open[ours] = ("FILL IN", example, why)
 
     def decide(self, ours: str, example: str, why: str) -> None:

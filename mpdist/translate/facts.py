@@ -185,6 +185,23 @@ def mixed_precision(accelerate: Document) -> str:
     return str(accelerate.get("mixed_precision", old)).lower()
 
 
+def contradiction(draft: Draft) -> str:
+    """Who refuses that fp16 and bf16 are both on; empty where they are not."""
+
+    def on(name: str) -> bool:
+        return flag(deepspeed_value(draft, f"{name}.enabled") or False)
+
+    if draft.trainer.given and all(flag(trainer_value(draft, name) or False) for name in ("fp16", "bf16")):
+        return "transformers"
+    return "DeepSpeed" if on("fp16") and (on("bf16") or on("bfloat16")) else ""
+
+
+def contradictory(draft: Draft) -> Verdict:
+    draft.decide("precision.compute", "bf16", "fp16 and bf16 are both on there")
+    text = f"contradictory: fp16 and bf16 are both on, which {contradiction(draft)} refuses; precision.compute is one of them"
+    return Verdict(NONE, text)
+
+
 class Batch(NamedTuple):
     """Sequences: what one rank runs at once, micro-batches of a step, and in a step over all ranks. None: unknown."""
 
@@ -193,10 +210,11 @@ class Batch(NamedTuple):
     all: int | None
 
     def words(self, world: World) -> str:
+        count, ranks = self.accumulation, world.parallel
         parts = [
-            str(self.micro or "micro"),
-            f"{self.accumulation or 'n'} micro-batches",
-            f"{world.parallel or 'n'} ranks",
+            str(self.micro or "batch.micro"),
+            f"{count} micro-batch{'es' * (count != 1)}" if count else "accumulation",
+            f"{ranks} rank{'s' * (ranks != 1)}" if ranks else "ranks",
         ]
         return " x ".join(parts)
 
@@ -209,7 +227,7 @@ def batch(draft: Draft) -> Batch:
         both = deepspeed_value(draft, "train_batch_size")
         total = micro * steps * parallel if parallel else whole(both) if both is not None else None
         return Batch(micro, steps, total)
-    known = {key: deepspeed_value(draft, key) for key in _SIZES} if draft.deepspeed.given else dict.fromkeys(_SIZES)
+    known = {key: deepspeed_value(draft, key) for key in SIZES} if draft.deepspeed.given else dict.fromkeys(SIZES)
     total, size, count = (None if value is None else whole(value) for value in known.values())
     if count is None and draft.accelerate.get("deepspeed_config.gradient_accumulation_steps", "auto") != "auto":
         count = whole(draft.accelerate.get("deepspeed_config.gradient_accumulation_steps"))
@@ -249,7 +267,7 @@ def compiled(draft: Draft, text: str = "each block is compiled here, there the w
     return Verdict(OTHER, text, {"model.compile": "blocks"})
 
 
-_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 def fill(draft: Draft) -> None:

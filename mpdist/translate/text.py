@@ -38,7 +38,7 @@ def _head(draft: Draft) -> str:
     files = " and ".join(f"{document.path} ({_name(draft, document)})" for document in documents(draft))
     text = (
         f"An mpdist configuration, translated from {files}. The account of their keys is below. A line with FILL IN has "
-        "to be written before it loads; at a line with DECIDE the default of mpdist holds until it is."
+        "to be written before it loads; at a line with DECIDE the default of mpdist, or what is guessed there, holds until it is."
     )
     return _comment(text, "# ", "# ") + "\n"
 
@@ -74,7 +74,8 @@ def _lines(draft: Draft, tree: Mapping[str, Any], indent: int) -> Iterator[str]:
         elif item[0] in draft.values:
             value, source = draft.values[item[0]]
             first, *more = source.split(", ")
-            yield f"{margin}{key}: {write.inline(value)}  # {first}{f' and {len(more)} more' if more else ''}\n"
+            guess = f"; DECIDE, guessed: {draft.guesses[item[0]]}" if item[0] in draft.guesses else ""
+            yield f"{margin}{key}: {write.inline(value)}  # {first}{f' and {len(more)} more' if more else ''}{guess}\n"
         else:
             what, example, why = draft.open[item[0]]
             yield f"{margin}# {what} {key}: {example}  # {why}\n"
@@ -128,6 +129,11 @@ def _asked(draft: Draft, document: Document) -> str:
         return f"{name} refuses the file: {library.refusal}"
     if document.format == "trainer":
         return f"{name}: names and defaults are those of its TrainingArguments; the values are not checked."
+    if document.loose:
+        return (
+            f"{name} takes the file, but it is no strict JSON ({document.loose}): DeepSpeed reads it by hjson, while accelerate "
+            "and transformers read it by json and refuse it."
+        )
     return f"{name} takes the file."
 
 
@@ -147,8 +153,12 @@ def summary(draft: Draft, problems: list[str]) -> str:
     )
     missing = [ours for ours, (what, _, _) in draft.open.items() if what == "FILL IN"]
     undecided = [ours for ours, (what, _, _) in draft.open.items() if what == "DECIDE"]
+    undecided += [f"{ours} (guessed: {guess})" for ours, guess in draft.guesses.items()]
     if missing:
         text += f"\nto fill in: {', '.join(missing)}"
     if undecided:
         text += f"\nto decide: {', '.join(undecided)}"
+    for document in documents(draft):
+        if draft.libraries[document.format].refusal or document.loose:
+            text += f"\ntheirs: {_asked(draft, document)}"
     return text + "".join(f"\nrefused as it stands: {problem}" for problem in problems)

@@ -27,13 +27,17 @@ def not_asked(format: str) -> Library:
     return Library(_PACKAGES[format], None, {})
 
 
-def trainer() -> Library:
-    """TrainingArguments' fields. The class itself is not made: it looks for the devices that the run was on."""
+def trainer(document: Document) -> Library:
+    """TrainingArguments' fields. The class looks for the devices that the run was on, so of the file it is given fp16 and bf16
+    alone, and only where both are on."""
 
     def ask() -> Library:
         from transformers import TrainingArguments
 
-        return Library("transformers", _version("transformers"), _defaults(TrainingArguments))
+        refusal = None
+        if document.flag("fp16") and document.flag("bf16"):
+            refusal = _refusal(lambda: TrainingArguments(output_dir=".", use_cpu=True, fp16=True, bf16=True))
+        return Library("transformers", _version("transformers"), _defaults(TrainingArguments), refusal)
 
     return _asked("trainer", ask)
 
@@ -66,12 +70,12 @@ def deepspeed(draft: Draft) -> Library:
     return _asked("deepspeed", ask)
 
 
-def lenient_json(text: str) -> Any:
-    """DeepSpeed reads its files by hjson, which takes comments and trailing commas."""
+def lenient_json(text: str, pairs: Callable[[list[tuple[str, Any]]], Any]) -> Any:
+    """DeepSpeed itself reads a file by hjson, which takes comments and trailing commas; accelerate and transformers by json."""
     try:
         import hjson
 
-        return hjson.loads(text, object_pairs_hook=dict)
+        return hjson.loads(text, object_pairs_hook=pairs)
     except (ImportError, ValueError):
         return None
 

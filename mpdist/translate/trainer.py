@@ -93,6 +93,8 @@ def _dtype(dtype: str) -> Rule:
             if not source:
                 return Verdict(TRANSLATED, "neither: FP32", {"precision.compute": "fp32"})
             return Verdict(SAME, f"{source} decides")
+        if facts.contradiction(draft):
+            return facts.contradictory(draft)
         if draft.deepspeed.given or compute != dtype:
             return Verdict(TRANSLATED, "", {"precision.compute": compute})
         if fsdp.active(draft.trainer) or draft.get("shard.engine") == "fsdp2":
@@ -424,7 +426,8 @@ def finish(draft: Draft) -> None:
         draft.default("no warm-up", {"optim.warmup": facts.warmup(draft)})
     draft.default("seed: 42", {"seed": whole(_setting(draft, "seed"))})
     compute, source = facts.precision(draft)
-    draft.default(f"{source or 'bf16, fp16'} of {name}", {"precision.compute": compute})
+    if "precision.compute" not in draft.open:
+        draft.default(f"{source or 'bf16, fp16'} of {name}", {"precision.compute": compute})
     accelerate.overflow(draft)
     _finish_sharding(draft)
     if facts.is_sft(draft.trainer):

@@ -117,25 +117,31 @@ def _text_field(value: Any, draft: Draft) -> Verdict:
     return Verdict(OTHER, f"the source's fields: {{text: {value}}}")
 
 
-# What the sources of data.train are made of: (name, split, weight, format) in the order of the file.
-def _sources(draft: Draft) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Sources of training and of evaluation; a format where the file's columns tell it."""
-    trainer, train, evaluation = draft.trainer, [], []
+def _items(draft: Draft) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """What their file says of the sources of training and of evaluation, in its order."""
+    trainer = draft.trainer
     mixture = trainer.get("dataset_mixture.datasets", trainer.get("datasets", []))
     mixer = trainer.get("dataset_mixer", {})
     if isinstance(mixture, list) and mixture and all(isinstance(item, dict) for item in mixture):
-        train = [_source(item, draft) for item in mixture]
-    elif isinstance(mixer, dict) and mixer:
+        return mixture, []
+    if isinstance(mixer, dict) and mixer:
         split = next((s for s in trainer.get("dataset_splits", []) if str(s).startswith("train")), None)
-        train = [_source({"id": name, "weight": weight, "split": split}, draft) for name, weight in mixer.items()]
-    elif trainer.get("dataset_name"):
+        return [{"id": name, "weight": weight, "split": split} for name, weight in mixer.items()], []
+    if trainer.get("dataset_name"):
         name = trainer.get("dataset_name")
-        train = [_source({"id": name, "split": trainer.get("dataset_train_split", "train")}, draft)]
-        evaluation = [_source({"id": name, "split": trainer.get("dataset_test_split", "test")}, draft)]
-    elif trainer.get("train_file"):
-        train = [_source({"id": trainer.get("train_file")}, draft)]
-        evaluation = [_source({"id": trainer.get("validation_file")}, draft)] if trainer.get("validation_file") else []
-    return train, evaluation
+        splits = (trainer.get("dataset_train_split", "train"), trainer.get("dataset_test_split", "test"))
+        train, evaluation = ([{"id": name, "split": split}] for split in splits)
+        return train, evaluation
+    if trainer.get("train_file"):
+        held_out = trainer.get("validation_file")
+        return [{"id": trainer.get("train_file")}], [{"id": held_out}] if held_out else []
+    return [], []
+
+
+def _sources(draft: Draft) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Sources of training and of evaluation as ours are written; without a format where nothing tells it."""
+    train, evaluation = _items(draft)
+    return [_source(item, draft) for item in train], [_source(item, draft) for item in evaluation]
 
 
 def _source(item: dict[str, Any], draft: Draft) -> dict[str, Any]:
@@ -144,30 +150,58 @@ def _source(item: dict[str, Any], draft: Draft) -> dict[str, Any]:
         source["split"] = str(item["split"])
     if item.get("weight") is not None and number(item["weight"]) != 1:
         source["weight"] = number(item["weight"])
+    format, _ = _format(item, draft)
+    return {**source, "format": format} if format else source
+
+
+def _format(item: dict[str, Any], draft: Draft) -> tuple[str | None, str]:
+    """The format of a source's records, and the key that it is guessed from where no columns and no file name tell it."""
     columns = words(item.get("columns") or draft.trainer.get("dataset_columns", []) or [])
-    if "messages" in columns or draft.trainer.flag("assistant_only_loss"):
-        source["format"] = "messages"
-    elif "completion" in columns or draft.trainer.flag("completion_only_loss"):
-        source["format"] = "prompt_completion"
-    elif "text" in columns or source["path"].endswith(".txt") or draft.trainer.get("block_size") is not None:
-        source["format"] = "text"
-    return source
+    for column, format, key in (
+        ("messages", "messages", "assistant_only_loss"),
+        ("completion", "prompt_completion", "completion_only_loss"),
+    ):
+        if column in columns:
+            return format, ""
+        if draft.trainer.flag(key):
+            return format, key
+    if "text" in columns or str(item.get("id")).endswith(".txt"):
+        return "text", ""
+    return ("text", "block_size") if draft.trainer.get("block_size") is not None else (None, "")
+
+
+def _guesses(draft: Draft, ours: str) -> str:
+    """What of data.train, or data.eval, their file does not say: splits are as TRL's own script has them."""
+    training = ours == "data.train"
+    items = _items(draft)[0 if training else 1]
+    formats = dict.fromkeys(_format(item, draft) for item in items)
+    found = [f"format: {format} (by {key})" for format, key in formats if key]
+    found += ["format: messages" for format, _ in formats if format is None]
+    key, split = ("dataset_train_split", "train") if training else ("dataset_test_split", "test")
+    if any(item.get("split") for item in items) and draft.trainer.get("dataset_name") == items[0].get("id"):
+        found += [f"split: {split} (no {key})"] if draft.trainer.get(key) is None else []
+    return ", ".join(found)
+
+
+def _evaluates(draft: Draft) -> bool:
+    return str(draft.trainer.get("eval_strategy", draft.trainer.get("evaluation_strategy", "no"))) != "no"
 
 
 def _data(value: Any, draft: Draft) -> Verdict:
     train, evaluation = _sources(draft)
     if not train:
         return Verdict(NONE, "data.train names a file, a folder or a hub id")
-    sets: dict[str, Any] = {}
-    if all("format" in source for source in train):
-        sets["data.train"] = train
-        if (
-            evaluation
-            and str(draft.trainer.get("eval_strategy", draft.trainer.get("evaluation_strategy", "no"))) != "no"
-        ):
-            sets["data.eval"] = evaluation
-        return Verdict(TRANSLATED, "", sets, " and ".join(sets))
-    return Verdict(OTHER, "a source says its format: text, prompt_completion or messages")
+    if not all("format" in source for source in train):
+        return Verdict(OTHER, f"a source says its format; guessed in the FILL IN line: {_guesses(draft, 'data.train')}")
+    sets: dict[str, Any] = {"data.train": train}
+    if evaluation and _evaluates(draft):
+        sets["data.eval"] = evaluation
+    guesses = {ours: guess for ours in sets if (guess := _guesses(draft, ours))}
+    draft.guesses |= guesses
+    said = "; ".join(f"of {ours}, {guess}" for ours, guess in guesses.items())
+    return Verdict(
+        OTHER if said else TRANSLATED, f"guessed, to decide: {said}" if said else "", sets, " and ".join(sets)
+    )
 
 
 def _config_name(value: Any, draft: Draft) -> Verdict:
@@ -308,10 +342,11 @@ def finish(draft: Draft) -> None:
 def fill(draft: Draft) -> None:
     """The required values that script and file did not have between them."""
     train, evaluation = _sources(draft)
-    why = "format: text, prompt_completion or messages" if train else "their file does not name it"
-    draft.fill("data.train", _shown(train or [{"path": "train.jsonl", "format": "messages"}]), why)
+    draft.fill(
+        "data.train", _shown(train or [{"path": "train.jsonl", "format": "messages"}]), _why(draft, "data.train")
+    )
     if "eval.every" in draft.values or "eval.every" in draft.open:
-        why = "eval.every is of no effect without it"
+        why = f"eval.every is of no effect without it; {_why(draft, 'data.eval')}"
         draft.fill("data.eval", _shown(evaluation or [{"path": "heldout.jsonl", "format": "messages"}]), why)
     if "data.seq_len" not in draft.values:
         draft.decide("data.seq_len", "2048", "rows are as long as the script makes them there")
@@ -319,6 +354,13 @@ def fill(draft: Draft) -> None:
         draft.decide(
             "data.packing", "none", "rows are as the script makes them there; best_fit here, so a row holds several"
         )
+
+
+def _why(draft: Draft, ours: str) -> str:
+    guess = _guesses(draft, ours)
+    return (
+        f"guessed: {guess}; a format is text, prompt_completion or messages" if guess else "their file does not name it"
+    )
 
 
 def _shown(sources: list[dict[str, Any]]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +13,11 @@ from typing import Any
 import pytest
 from foreign import FILES, FORMATS
 
+from mpdist.errors import UsageError
 from mpdist.optim import schedule
-from mpdist.translate import accelerate, deepspeed, facts, theirs, trainer
+from mpdist.translate import accelerate, deepspeed, facts, text, theirs, trainer
 from mpdist.translate.command import translate
+from mpdist.translate.document import nothing
 from mpdist.translate.draft import UNKNOWN, Draft, find
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -23,9 +26,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def asked(folder: Path, name: str, content: str | None = None, **more: str) -> Draft:
     """The draft of one of the files (or other content in its format), with the libraries asked."""
     files: dict[str, str | None] = dict.fromkeys(("accelerate", "deepspeed", "trainer"))
-    for format, text in {FORMATS.get(name, name): content or FILES[name], **more}.items():
-        path = folder / f"{format}.{'json' if text.startswith('{') else 'yaml'}"
-        path.write_text(text)
+    for format, written in {FORMATS.get(name, name): content or FILES[name], **more}.items():
+        path = folder / f"{format}.{'json' if written.startswith('{') else 'yaml'}"
+        path.write_text(written)
         files[format] = str(path)
     return translate(files, 8 if files["accelerate"] is None else None)[0]
 
@@ -51,6 +54,35 @@ def test_what_the_libraries_refuse_is_passed_on(tmp_path: Path, name: str, old: 
     refusal = asked(tmp_path, name, FILES[name].replace(old, new)).libraries[FORMATS[name]].refusal
     assert refusal is not None
     assert said in refusal
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("bare.json", '{"fp16": {"enabled": true}, "bf16": {"enabled": true}}', "bfloat16 and fp16 modes cannot be"),
+        ("trainer", '{"output_dir": "o", "fp16": true, "bf16": true}', "At most one of fp16 and bf16 can be True"),
+    ],
+)
+def test_the_summary_says_that_the_library_refuses_the_file(tmp_path: Path, name: str, content: str, said: str) -> None:
+    summary = text.summary(asked(tmp_path, name, content), [])
+    assert re.search(rf"^theirs: \w+ [\d.]+ refuses the file: {said}", summary, re.MULTILINE)
+
+
+def test_a_trailing_comma_is_taken_by_deepspeed_and_refused_by_accelerate_and_transformers(tmp_path: Path) -> None:
+    from accelerate.utils.deepspeed import HfDeepSpeedConfig
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+    draft = asked(tmp_path, "bare.json", '{"train_batch_size": 8,}')
+    assert DeepSpeedConfig(draft.deepspeed.path).train_batch_size == 8
+    for reader in (HfDeepSpeedConfig, HfTrainerDeepSpeedConfig):
+        with pytest.raises(ValueError, match=r"line 1 column \d+"):
+            reader(draft.deepspeed.path)
+    said = r"takes the file, but it is no strict JSON \(.*deepspeed.json:1: .*while accelerate and transformers .* refuse it"
+    assert re.search(said, text.summary(draft, []))
+    assert "theirs:" not in text.summary(asked(tmp_path, "bare.json", '{"train_batch_size": 8}'), [])
+    with pytest.raises(UsageError, match="twice in one mapping"):
+        asked(tmp_path, "bare.json", '{"train_batch_size": 8, "train_batch_size": 9,}')
 
 
 def test_deepspeed_takes_comments_and_so_does_mpdist(tmp_path: Path) -> None:
@@ -88,7 +120,7 @@ def test_every_field_of_their_classes_has_a_verdict() -> None:
 
 
 def test_the_defaults_that_are_written_down_are_theirs(tmp_path: Path) -> None:
-    library = theirs.trainer()
+    library = theirs.trainer(nothing("trainer"))
     assert {key: library.defaults[key] for key in facts.TRAINER_DEFAULTS} == facts.TRAINER_DEFAULTS
     library = asked(tmp_path, "bare.json").libraries["deepspeed"]
     assert {key: library.defaults[key] for key in facts.DEEPSPEED_DEFAULTS} == facts.DEEPSPEED_DEFAULTS
@@ -140,8 +172,6 @@ def test_auto_becomes_what_transformers_makes_of_it(tmp_path: Path, arguments: s
 
 def test_a_mismatch_is_refused_where_transformers_refuses_it(tmp_path: Path) -> None:
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
-
-    from mpdist.errors import UsageError
 
     with pytest.raises(UsageError) as refused:
         asked(tmp_path, "alone.json", trainer=FILES["run_clm.json"])

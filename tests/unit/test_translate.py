@@ -21,14 +21,16 @@ from mpdist.translate import command, text
 from mpdist.translate.draft import NONE, OTHER, SAME, TRANSLATED, UNKNOWN, Draft
 
 
-def translated(folder: Path, *names: str, ranks: int | None = None, **changed: str) -> tuple[Draft, str]:
+def translated(
+    folder: Path, *names: str, ranks: int | None = None, nodes: int | None = None, **changed: str
+) -> tuple[Draft, str]:
     """The draft and the printed file of some of FILES, or of files given as `format=text`."""
     files: dict[str, str | None] = dict.fromkeys(("accelerate", "deepspeed", "trainer"))
     for name in names:
         files[FORMATS[name]] = write(folder, name, FILES[name])
     for format, content in changed.items():
         files[format] = write(folder, f"{format}.txt", content)
-    draft, problems = command.translate(files, ranks, ask=False)
+    draft, problems = command.translate(files, ranks, nodes, ask=False)
     return draft, text.render(draft, problems)
 
 
@@ -177,7 +179,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", FILES)
 def test_what_comes_out(tmp_path: Path, name: str) -> None:
     draft, _ = translated(tmp_path, name, ranks=8 if FORMATS[name] != "accelerate" else None)
-    assert ours(draft) == EXPECTED[name]
+    assert ours(draft) == {"launch.ranks": 8, **EXPECTED[name]}
 
 
 def test_verdicts_of_each_kind(tmp_path: Path) -> None:
@@ -192,7 +194,7 @@ def test_verdicts_of_each_kind(tmp_path: Path) -> None:
     assert found["main_process_ip"] == (SAME, "not set there either")
     assert "CUDA_VISIBLE_DEVICES=0,1,2,3" in found["gpu_ids"][1]
     found = verdicts(translated(tmp_path, "alone.json")[0])
-    assert found["train_batch_size"] == (TRANSLATED, "4 x n micro-batches x n ranks")
+    assert found["train_batch_size"] == (TRANSLATED, "4 x accumulation x ranks")
     assert found["optimizer.params.lr"] == (SAME, "warmup_max_lr = 0.001 decides, as it does there")
     assert found["optimizer.params.weight_decay"][0] == OTHER  # biases too
     assert found["fp16.hysteresis"][0] == NONE
@@ -226,10 +228,12 @@ def test_their_defaults_are_written_down_and_are_named_as_such(tmp_path: Path) -
     assert ours(draft) == {
         "name": "out", "out_dir": ".", "batch.micro": 8, "batch.global": 16, "budget.epochs": 3.0, "optim.lr": 5e-5,
         "optim.betas": [0.9, 0.999], "optim.weight_decay": 0.0, "optim.schedule": "linear", "optim.warmup": 0.0,
-        "seed": 42, "precision.compute": "fp32", "shard.engine": "ddp",
+        "seed": 42, "precision.compute": "fp32", "shard.engine": "ddp", "launch.ranks": 2,
     }  # fmt: skip
     said = printed.partition("Their defaults, written down")[2]
-    assert all(f"{key} = " in " ".join(said.split()) for key in ours(draft) if key not in ("name", "out_dir"))
+    assert all(
+        f"{key} = " in " ".join(said.split()) for key in ours(draft) if key not in ("name", "out_dir", "launch.ranks")
+    )
     # One key of SFTConfig makes it one, with its other defaults.
     draft, _ = translated(tmp_path, trainer='{"output_dir": "out", "packing": false}', ranks=2)
     found = ours(draft)
@@ -418,6 +422,59 @@ def test_typos_are_named_with_the_nearest_key(tmp_path: Path) -> None:
     assert "did you mean train_micro_batch_size_per_gpu?" in found["micro_batch_size_per_gpu"][1]
     assert "did you mean zero_optimization.reduce_bucket_size?" in found["zero_optimization.reduce_bucket_sise"][1]
     assert "deepspeed.txt:1" in printed
+
+
+def test_fp16_and_bf16_together_are_contradictory(tmp_path: Path) -> None:
+    both = '{"train_batch_size": 8, "fp16": {"enabled": true}, "bf16": {"enabled": true}}'
+    for files, keys, who in (
+        ({"deepspeed": both}, ("fp16.enabled", "bf16.enabled"), "DeepSpeed"),
+        ({"trainer": '{"output_dir": "o", "fp16": true, "bf16": true}'}, ("fp16", "bf16"), "transformers"),
+    ):
+        draft, printed = translated(tmp_path, ranks=2, **files)
+        for key in keys:
+            kind, said = verdicts(draft)[key]
+            assert kind == NONE
+            assert f"contradictory: fp16 and bf16 are both on, which {who} refuses" in said
+        assert "precision.compute" not in ours(draft)
+        assert "# DECIDE compute: bf16  # fp16 and bf16 are both on there" in printed
+
+
+def test_why_the_global_batch_is_open_is_the_real_cause(tmp_path: Path) -> None:
+    draft, printed = translated(tmp_path, "auto.json", ranks=2)
+    line = next(line for line in printed.splitlines() if "FILL IN global" in line)
+    assert "train_micro_batch_size_per_gpu and gradient_accumulation_steps are auto there: give --from-trainer" in line
+    assert "--ranks" not in line
+    assert (ours(draft)["launch.ranks"], draft.values["launch.ranks"].source) == (2, "--ranks")
+    printed = translated(tmp_path, deepspeed='{"zero_optimization": {"stage": 2}}', ranks=2)[1]
+    assert "the file has no train_batch_size, and no train_micro_batch_size_per_gpu" in printed
+    printed = translated(tmp_path, deepspeed='{"train_micro_batch_size_per_gpu": 2}')[1]
+    assert "# FILL IN global: 2 x 1 x ranks  # it depends on the number of ranks: give --ranks N" in printed
+    draft, printed = translated(tmp_path, deepspeed='{"train_batch_size": 8}')
+    assert verdicts(draft)["train_batch_size"] == (TRANSLATED, "batch.micro x 1 micro-batch x ranks")
+    assert "# DECIDE micro: 1  # it depends on the number of ranks" in printed
+
+
+def test_guessed_formats_and_splits_are_marked(tmp_path: Path) -> None:
+    named = {"output_dir": "o", "dataset_name": "a/b"}
+    draft, printed = translated(tmp_path, trainer=json.dumps(named), ranks=2)
+    assert (
+        "# FILL IN train: [{path: a/b, split: train, format: messages}]  # guessed: format: messages, split: train"
+        in printed
+    )
+    assert verdicts(draft)["dataset_name"][0] == OTHER
+    loss = {**named, "assistant_only_loss": True, "eval_strategy": "steps"}
+    draft, printed = translated(tmp_path, trainer=json.dumps(loss), ranks=2)
+    assert (
+        "DECIDE, guessed: format: messages (by assistant_only_loss), split: train (no dataset_train_split)" in printed
+    )
+    assert "split: test (no dataset_test_split)" in verdicts(draft)["dataset_name"][1]
+    assert "data.train (guessed: format: messages (by assistant_only_loss)" in text.summary(draft, [])
+    said = {**loss, "dataset_columns": ["messages"], "dataset_train_split": "x", "dataset_test_split": "y"}
+    draft, printed = translated(tmp_path, trainer=json.dumps(said), ranks=2)
+    assert verdicts(draft)["dataset_name"] == (TRANSLATED, "")
+    assert "guessed:" not in printed
+    assert draft.guesses == {}
+    assert translated(tmp_path, trainer=json.dumps(said), ranks=2, nodes=2)[0].get("launch.nodes") == 2
 
 
 def test_secrets_are_not_copied(tmp_path: Path) -> None:

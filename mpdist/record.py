@@ -376,6 +376,15 @@ def _existing(run: RunDir, resolved: Resolved) -> str:
     return "resume"
 
 
+def moved(changes: Sequence[str], state: Mapping[str, Any], ranks: int, nodes: int) -> list[str]:
+    """The changes, launch.ranks (a node's) and launch.nodes being those of the world that saved the state and of this one:
+    options and launchers replace what the configurations say. A checkpoint that does not know its nodes had as many."""
+    then = int(state.get("nodes", nodes))
+    worlds = (("launch.ranks", int(state["ranks"]) // then or 1, ranks // nodes or 1), ("launch.nodes", then, nodes))
+    kept = [change for change in changes if not change.startswith(("launch.ranks:", "launch.nodes:"))]
+    return [f"{key}: {old} -> {new}" for key, old, new in worlds if old != new] + kept
+
+
 def _is_path(*values: Any) -> bool:
     return any(value not in ("auto", "never") for value in values)
 

@@ -5,6 +5,7 @@ The loop itself is in mpdist.train; it calls the methods here in the order in wh
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -26,7 +27,7 @@ from mpdist.feed import Batch
 from mpdist.formats import mfu
 from mpdist.lines import read_lines
 from mpdist.precision import Decision, Reason
-from mpdist.record import open_run, standing
+from mpdist.record import moved, open_run, standing
 from mpdist.saver import Saver
 from mpdist.telemetry import Telemetry
 from mpdist.track import Progress, Tracker
@@ -104,6 +105,7 @@ class Session:
         self.wire_bytes = (0, 0)  # of the last attempt: within nodes, between nodes
         self.evaluated: tuple[int, float] | None = None  # step and loss of the last evaluation
         self.saved_step: int | None = None  # of the newest checkpoint in this run's directory
+        self.saved_attempt = 0  # of the newest save, whatever became of it
         self.compiling = cfg.model.compile != "none"
         self.wants_ledger = True
         self.telemetry = Telemetry(self.parts.optimizer, self.parts.wire)
@@ -121,7 +123,7 @@ class Session:
         on_first(lambda: shelf.clear(self.run.checkpoints))  # a kill may have left a save half-done
         self.saver = Saver(
             self.run.checkpoints, background=cfg.checkpoint.background, hf=self.hf, published=self.published,
-            written=lambda step: self.run.event("save", step, reason="written"),
+            written=lambda step: self.run.event("save", step, self.saved_attempt, reason="written"),
         )  # fmt: skip
         self.run.made_room = self.saver.settled  # a save that does not fit fills the disk until it gives up
         if self.first:
@@ -181,6 +183,7 @@ class Session:
         """Collective. Loads the newest whole checkpoint of the run, or the one that a new run starts from."""
         found = self.find(mode)
         self.count.fired = on_first(self.fired_before)
+        self.damaged = on_first(lambda: shelf.damaged(self.run.events_path))
         if found is None:
             if self.first and mode == "resume":  # it ended before its first checkpoint: all that it did is superseded
                 status = self.run.previous
@@ -195,6 +198,7 @@ class Session:
         self.count = Progressed(**{**state["count"], "fired": self.count.fired})
         if own:
             self.saved_step = found.step
+            self.damaged.discard(found.path.name)  # somebody has put its files back
         self.seconds = state["clock"].get("train", 0.0)
         if self.first:
             status = self.run.previous  # by now the launcher may have written a new one
@@ -207,8 +211,12 @@ class Session:
                 if own_rng
                 else "; another number of ranks, so random number generators start anew by (seed, window, rank)"
             )
-            self.run.event("resume", *where, reason=f"from {found.path.name}{note}", changes=self.run.changes)
-            self.say(f"resumed from {found.path.name}{note}")
+            world = self.seat.world
+            changes = moved(self.run.changes, state, world.ranks, world.nodes)
+            self.run.event("resume", *where, reason=f"from {found.path.name}{note}", changes=changes)
+            told = [f"{state['ranks']} ranks -> {world.ranks}"] if state["ranks"] != world.ranks else []
+            told += [c for c in changes if c.startswith(("launch.nodes:", "shard.engine:", "shard.stage:"))]
+            self.say(f"resumed from {found.path.name}{' (' + ', '.join(told) + ')' if told else ''}{note}")
 
     def check_data(self, found: restore.Found) -> None:
         """The same windows go on only over the same rows: files may have changed under their unchanged names."""
@@ -229,7 +237,8 @@ class Session:
                 print(f"warning: checkpoint {name} is passed over: {fault}", flush=True)
 
         if wish in ("auto", "never") or mode != "new":
-            found = restore.newest(on_first(lambda: restore.candidates(self.run.checkpoints)), refused, check)
+            own = on_first(lambda: restore.candidates(self.run.checkpoints))
+            found = restore.newest(own, refused, lambda path: check(path) or self.foreign(path))
             if found is not None or wish in ("auto", "never"):
                 return found  # else it ended before its own first checkpoint, and begins again where it began
         path = Path(wish).expanduser()
@@ -239,6 +248,15 @@ class Session:
         if found is None:
             raise UsageError(f"checkpoint.resume = {wish}", "the run there has no checkpoint", "give another path")
         return found
+
+    def foreign(self, path: Path) -> str | None:
+        """Collective. Why a whole checkpoint in this run's directory is none of this run's."""
+
+        def look() -> str | None:
+            same = json.loads((path / "state.json").read_text())["identity"] == self.resolved.identity()
+            return None if same else "state.json is of a run with other settings, copied here"
+
+        return on_first(look)
 
     def fired_before(self) -> list[str]:
         path = self.run.events_path
@@ -291,12 +309,12 @@ class Session:
         """Collective where the loss was non-finite or patience ran out: the cause is looked for on all ranks."""
         window, decision = self.parts.window, out.decision
         assert decision.reason is not None
+        scaled = self.parts.facts["scale"]["mode"] != "off"
         if self.first:
             self.run.event("skip", window.step, window.attempt, reason=str(decision.reason), loss=out.loss,
                            scale=decision.scale, scale_after=decision.scale_after, window=batch.number)  # fmt: skip
-            self.say(
-                f"attempt {window.attempt} skipped: {decision.reason} (scale {decision.scale:g} -> {decision.scale_after:g})"
-            )
+            moved_to = f" (scale {decision.scale:g} -> {decision.scale_after:g})" if scaled else ""
+            self.say(f"attempt {window.attempt} skipped: {decision.reason}{moved_to}")
         if decision.reason is Reason.NO_LABELS:
             self.warn(f"window {batch.number} has no label token; it is skipped and counted")
         first_loss = decision.reason is Reason.LOSS and window.losses == 1
@@ -308,10 +326,14 @@ class Session:
             self.run.event("finding", window.step, window.attempt, reason=found)
             self.say(found)
         if decision.exhausted:
+            at = f" at a scale of {decision.scale:g}" if scaled else ""
+            wider = {"fp16": " compute in bf16 or fp32,", "bf16": " compute in fp32,"}.get(
+                self.cfg.precision.compute, ""
+            )
             raise Diverged(
                 f"{window.in_a_row} attempts in a row were skipped, the last for {decision.reason}, at step {window.step}",
-                f"precision.scale.patience = {window.patience} is used up at a scale of {decision.scale:g}. {found}",
-                "the weights are as the last applied step left them; lower the learning rate, compute in bf16 or fp32, or clean the data",
+                f"precision.scale.patience = {window.patience} is used up{at}. {found}",
+                f"the weights are as the last applied step left them; lower the learning rate,{wider} or clean the data",
             )
 
     def evaluates(self, last: bool) -> bool:
@@ -358,11 +380,14 @@ class Session:
             self.reap()
             count.saves += 1
             number, attempt = count.saves, window.attempt
+            self.saved_attempt = attempt
             state = {
                 "step": window.step, "attempt": attempt, "window_state": window.state(),
                 "count": {**vars(count), "fired": []}, "clock": self.clock.table(), "wandb": self.tracker.id,
-                "session": self.run.session, "config_digest": self.resolved.digest(), "data": parts.facts["data"],
-                "ranks": self.seat.world.ranks, "seed": self.cfg.seed, "versions": self.versions,
+                "session": self.run.session, "config_digest": self.resolved.digest(),
+                "identity": self.resolved.identity(), "data": parts.facts["data"],
+                "ranks": self.seat.world.ranks, "nodes": self.seat.world.nodes, "seed": self.cfg.seed,
+                "versions": self.versions,
             }  # fmt: skip
             if self.first:
                 self.run.event("save", window.step, attempt, reason="taken")
@@ -396,13 +421,16 @@ class Session:
     def published(self, path: Path, size: int, figures: dict[str, float]) -> None:
         """Rank 0, in the saving thread: the checkpoint is there."""
         step = int(path.name.removeprefix("step-"))
-        self.run.event("save", step, reason="published", checkpoint=path.name, bytes=size, **dict[str, Any](figures))
+        more = dict[str, Any](figures)
+        self.run.event("save", step, self.saved_attempt, reason="published", checkpoint=path.name, bytes=size, **more)
+        self.damaged.discard(path.name)
         if self.drill:
             self.drill.published(path, self.count.saves)
         self.retain(step)
 
     def retain(self, step: int) -> None:
-        shelf.retain(self.run.checkpoints, step, self.cfg.checkpoint.keep, self.cfg.checkpoint.keep_best)
+        keep = self.cfg.checkpoint
+        shelf.retain(self.run.checkpoints, step, keep.keep, keep.keep_best, self.damaged)
 
     def write_ledger(self, gradients: list[torch.Tensor]) -> None:
         """Collective, once: the live tensors of every rank by class, beside the plan."""

@@ -9,11 +9,12 @@ import math
 import os
 import re
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from mpdist.errors import CheckpointError
-from mpdist.lines import dump, number, write_atomic
+from mpdist.lines import dump, number, read_lines, write_atomic
 
 MANIFEST = "manifest.json"
 FORMAT = 2
@@ -83,16 +84,32 @@ def evaluated(folder: Path, step: int, loss: float) -> None:
     write_manifest(path, {**read_manifest(path), "eval_loss": loss})
 
 
-def retain(folder: Path, step: int, keep: int, keep_best: int) -> list[str]:
+def damaged(events: Path) -> set[str]:
+    """The checkpoints that a run's events say were refused, without those that were saved anew or loaded since."""
+    found: set[str] = set()
+    for event in read_lines(events) if events.exists() else ():
+        if event.get("event") == "refused":
+            found.add(str(event.get("checkpoint")))
+        elif event.get("event") == "save" and event.get("reason") == "published":
+            found.discard(str(event.get("checkpoint")))
+        elif event.get("event") == "load":  # somebody has put its files back
+            found.discard(Path(str(event.get("reason"))).name)
+    return found
+
+
+def retain(folder: Path, step: int, keep: int, keep_best: int, refused: Collection[str] = ()) -> list[str]:
     """Moves `best`, then removes all but the `keep` newest checkpoints and the `keep_best` of lowest evaluation loss;
     returns what it removed. Rank 0 only, once the checkpoint of `step` is published and while no save is under way.
 
     All is found anew from what lies there, so what a kill left undone is done by the next save. A checkpoint that does
-    not know itself counts for neither; nor do those behind `step`, which a resume has passed over.
+    not know itself counts for neither, nor does one of `refused`, known to be damaged: both go once `keep` that count are
+    newer. Those behind `step`, which a resume has passed over, neither count nor go.
     """
     there = [path for path in published(folder) if (step_of(path.name) or 0) <= step]
     losses: dict[Path, float] = {}
     for path in there:
+        if path.name in refused:
+            continue
         with contextlib.suppress(CheckpointError):
             loss = number(read_manifest(path)["eval_loss"])
             losses[path] = math.inf if loss is None or math.isnan(loss) else loss
@@ -104,7 +121,7 @@ def retain(folder: Path, step: int, keep: int, keep_best: int) -> list[str]:
         write_atomic(folder / "best", best.name + "\n")
     else:
         (folder / "best").unlink(missing_ok=True)
-    older = there[: there.index(newest[0])] if newest else []
+    older = there[: there.index(newest[0])] if len(newest) == keep else []
     gone = [path for path in there if path not in kept and (path in losses or path in older)]
     for path in gone:  # by a rename first: half of a checkpoint must not look like one
         with contextlib.suppress(OSError):  # still in somebody's use; the next save tries again

@@ -17,7 +17,7 @@ import pytest
 from mpdist import lock
 from mpdist.config import Resolved, load
 from mpdist.errors import UsageError
-from mpdist.record import RunDir, open_run, standing
+from mpdist.record import RunDir, moved, open_run, standing
 
 CONFIG = """
 name: a
@@ -142,6 +142,24 @@ def test_another_cut_of_the_batch_resumes_and_is_listed(tmp_path: Path) -> None:
     assert worker.last_alive == run.last_alive
 
 
+@pytest.mark.parametrize(
+    ("state", "ranks", "nodes", "expected"),
+    [
+        ({"ranks": 2, "nodes": 1}, 1, 1, ["launch.ranks: 2 -> 1"]),
+        ({"ranks": 4, "nodes": 1}, 4, 2, ["launch.ranks: 4 -> 2", "launch.nodes: 1 -> 2"]),
+        ({"ranks": 4, "nodes": 2}, 2, 1, ["launch.nodes: 2 -> 1"]),
+        ({"ranks": 2}, 4, 1, ["launch.ranks: 2 -> 4"]),
+        ({"ranks": 1}, 2, 2, []),
+        ({"ranks": 2, "nodes": 1}, 2, 1, []),
+    ],
+)
+def test_a_resume_lists_the_world_that_was_and_is(
+    state: dict[str, int], ranks: int, nodes: int, expected: list[str]
+) -> None:
+    listed = ["launch.ranks: auto -> 2", "launch.nodes: 1 -> 2", "batch.micro: 1 -> 2"]
+    assert moved(listed, state, ranks, nodes) == [*expected, "batch.micro: 1 -> 2"]
+
+
 def test_never_refuses_a_run_that_has_begun_and_no_other(tmp_path: Path) -> None:
     run, mode = open_run(ask(tmp_path, "checkpoint.resume=never"), {})
     assert mode == "new"
@@ -254,15 +272,21 @@ def test_a_limit_of_one_and_divergence_count_too(tmp_path: Path) -> None:
 
 
 def test_failures_at_step_0_count_whatever_began(tmp_path: Path) -> None:
-    fail(tmp_path, step=0, started=False, state="failed", exit=2)
+    fail(tmp_path, step=0, started=False, state="failed", exit=1)
     fail(tmp_path, step=0, state="failed")
     assert "2 times in a row at step 0" in refused(tmp_path)
 
 
 @pytest.mark.parametrize(
     "neutral",
-    [{}, {"started": False, "state": "failed", "exit": 4}, {"state": "failed", "exit": 130}],
-    ids=["killed outright", "machine while starting", "ended by the user"],
+    [
+        {},
+        {"started": False, "state": "failed", "exit": 4},
+        {"started": False, "state": "failed", "exit": 6},
+        {"started": False, "state": "failed", "exit": 2},
+        {"state": "failed", "exit": 130},
+    ],
+    ids=["killed outright", "machine while starting", "checkpoints damaged", "data altered", "ended by the user"],
 )
 def test_what_is_no_fault_of_the_run_neither_counts_nor_absolves(tmp_path: Path, neutral: dict[str, Any]) -> None:
     for _ in range(3):
@@ -302,17 +326,27 @@ def test_a_changed_setting_may_have_mended_it(tmp_path: Path, changed: str) -> N
     assert refused(tmp_path) == "", "it got further"
 
 
-def test_a_file_that_was_written_since_may_have_mended_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_was_written_or_put_back_since_may_have_mended_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.bak").write_text("good")
     (tmp_path / "x.txt").write_text("odd")
-    os.utime("x.txt", (1, 1))
+    os.utime("x.bak", (1, 1))
+    os.utime("x.txt", (2e9, 2e9))  # a file server's clock that is ahead is no change
     fail(tmp_path, state="failed", exit=2)
     fail(tmp_path, state="failed", exit=2)
     assert refused(tmp_path)
-    (tmp_path / "x.txt").write_text("good")
+    (tmp_path / "x.bak").rename("x.txt")  # with its old time of writing
     assert refused(tmp_path) == ""
-    os.utime("x.txt", (1, 1))
-    assert refused(tmp_path)
+
+
+def test_a_torn_line_in_the_history_is_no_reason_to_refuse(tmp_path: Path) -> None:
+    fail(tmp_path, state="failed")
+    run = fail(tmp_path, state="failed")
+    with run.events_path.open("ab") as file:
+        file.write(bytes(100) + b'{"event": "save"}\n')
+    assert "2 times in a row" in refused(tmp_path)
 
 
 def test_what_a_scheduler_changes_at_each_start_mends_nothing(tmp_path: Path) -> None:

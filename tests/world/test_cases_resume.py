@@ -54,6 +54,8 @@ def test_c66_the_rate_goes_on_where_it_was(stopped: dict[str, list[watched.Watch
     _, first, second = stopped["c66"]
     last = first.attempts[-1].state
     assert (last["step"], last["attempt"]) == (5, 6), "a skip before the save"
+    saves = [(event["reason"], event["attempt"]) for event in first.events("save") if event["step"] == 5]
+    assert saves == [("taken", 6), ("written", 6), ("published", 6)]
     warm = [1e-2 * k / 3 for k in (1, 2, 3)]
     down = [1e-2 * (1 + math.cos(math.pi * k / 7)) / 2 for k in range(7)]
     assert second.column("train/lr") == pytest.approx([*warm, *down])

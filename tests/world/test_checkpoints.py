@@ -95,6 +95,31 @@ def test_leftovers_and_what_is_not_ours_neither_block_nor_count(tmp_path: Path) 
     assert not list(folder.glob(".*"))
 
 
+def test_a_checkpoint_known_to_be_damaged_takes_no_whole_ones_place(tmp_path: Path) -> None:
+    from mpdist.shelf import retain
+
+    folder = laid(tmp_path, {20: 3.0, 30: 2.0, 33: 1.0, 40: 4.0}, best=20)
+    retain(folder, 40, 2, 1, {"step-00000033"})
+    assert left(folder) == (steps(30, 33, 40), "step-00000030"), "nor is it the best"
+    laid(folder, {50: 5.0})
+    retain(folder, 50, 2, 0, {"step-00000033"})
+    assert left(folder) == (steps(40, 50), "step-00000040")
+    folder = laid(tmp_path / "few", {10: None, 20: None, 30: None}, best=None)
+    retain(folder, 30, 3, 0, {"step-00000010"})
+    assert left(folder)[0] == steps(10, 20, 30), "two whole newer ones, and three are to be kept"
+
+
+def test_events_say_which_checkpoints_are_damaged(tmp_path: Path) -> None:
+    from mpdist.shelf import damaged
+
+    assert damaged(tmp_path / "events.jsonl") == set()
+    refused = [{"event": "refused", "checkpoint": f"step-0000000{n}"} for n in (1, 2, 3)]
+    anew = {"event": "save", "reason": "published", "checkpoint": "step-00000002"}
+    loaded = {"event": "load", "reason": "/runs/a/checkpoints/step-00000003"}
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in [*refused, anew, loaded]))
+    assert damaged(tmp_path / "events.jsonl") == {"step-00000001"}
+
+
 def test_a_kill_between_publishing_and_the_rest_is_mended_by_the_next_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -168,6 +168,8 @@ def test_c54_c65_what_cannot_be_exact_is_said(moved: Any, name: str) -> None:
             "another number of ranks, so random number generators start anew by (seed, window, rank)" in event["reason"]
         )
         assert any(change.startswith("shard.") for change in event["changes"]), shard
+    moves = [[change for change in event["changes"] if change.startswith("launch.")] for event in resumes]
+    assert moves == [[f"launch.ranks: {a} -> {b}"] for a, b in ((2, 1), (1, 4), (4, 2))], "whoever named the number"
 
 
 def test_c55_uneven_shards_resume_exactly(tmp_path: Path) -> None:

@@ -84,6 +84,17 @@ def test_an_altered_checkpoint_is_named_and_passed_over(tmp_path: Path) -> None:
     assert timeless(again.rows()) == timeless(whole.rows())
 
 
+def test_a_damaged_checkpoint_costs_no_whole_one(tmp_path: Path) -> None:
+    always: dict[str, Any] = {"checkpoint": {"every": 0, "keep": 2}, "optim__horizon": 5}
+    drill = {"corrupt_at": {"save": 2, "how": "flip"}}
+    for steps in (2, 3, 5):
+        run = train(tmp_path, 1, budget__steps=steps, drill=drill, **always)
+        assert run.status == 0, run.message
+    assert [event["checkpoint"] for event in run.events("refused")] == ["step-00000003"]
+    there = {path.name for path in (run.folder / "checkpoints").glob("step-*")} - {"step-00000003"}
+    assert there == {"step-00000002", "step-00000005"}
+
+
 def test_a_rehearsed_damage_is_passed_over_in_any_form(tmp_path: Path) -> None:
     always: dict[str, Any] = {"checkpoint__every": 1, "optim__horizon": 7}
     whole = train(tmp_path, 2, name="whole", budget__steps=7, **always)

@@ -11,12 +11,16 @@ import re
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
-from mpdist.errors import CheckpointError, DoesNotFit, MachineError, UsageError
+from mpdist.errors import CheckpointError, DoesNotFit, MachineError, MpdistError, UsageError
 from mpdist.hang import Finding
+from mpdist.lines import read_lines
 from mpdist.watch import Report
 
+_FATAL = ("kill_at", "exit_at", "hang_at")  # drills after which a rank says nothing more
+_AGAIN = "launch again: the run goes on from its last checkpoint"
 _REFUSALS = {kind.status for kind in (UsageError, DoesNotFit, MachineError, CheckpointError)}
 _ENTRY = re.compile(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s+exitcode\s*:\s*(-?\d+) \(pid: (\d+)\)")
 _FIRST = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)")
@@ -100,6 +104,16 @@ def spoken_for(report: Report, when: float | None, code: int | None, log: str) -
     return replace(report, failure=failure | {"lost_peer": True}, end=None)
 
 
+def rehearsed(reports: Mapping[int, Report], events: Path, session: int) -> dict[int, Report]:
+    """The reports, with the rehearsed fault that the run's events say has killed, ended or stopped a rank of them."""
+    try:
+        rows = [e for e in read_lines(events) if e.get("event") == "drill" and e.get("session") == session]
+    except MpdistError:  # no events yet, or a broken line in them: no reason not to say who failed
+        rows = []
+    struck = {row["rank"]: str(row["reason"]).partition("#")[0] for row in rows}
+    return {r: replace(v, drill=struck[r]) if struck.get(r) in _FATAL else v for r, v in reports.items()}
+
+
 def _own(report: Report) -> Failure:
     record = report.failure or {}
     head = str(record["message"]).partition("\n")[0]
@@ -110,15 +124,20 @@ def _own(report: Report) -> Failure:
 def _gone(report: Report, code: int | None) -> Failure:
     where = f"at step {report.step}" if report.step is not None else "before its first step"
     if code is None:
-        return _plain(report.rank, f"left {where} without a word, killed or by itself", 1)
-    if code < 0:
-        return _plain(report.rank, f"{_killed(code)} ({where})", _exit_of_signal(code))
-    return _plain(report.rank, f"left {where} with status {code}", 1)
+        found = _plain(report.rank, f"left {where} without a word, killed or by itself", 1, report.drill)
+    elif code < 0:
+        found = _plain(report.rank, f"{_killed(code, report.drill)} ({where})", _exit_of_signal(code), report.drill)
+    else:
+        found = _plain(report.rank, f"left {where} with status {code}", 1, report.drill)
+    if report.drill is not None:
+        return advised(found, f"drill.{report.drill} of this run asked for it", f"{_AGAIN}, and a drill strikes once")
+    return _out_of_memory(found) if code == -signal.SIGKILL else found
 
 
 def _unreported(rank: int, code: int) -> Failure:
     if code < 0:
-        return _plain(rank, f"{_killed(code)} (while starting)", _exit_of_signal(code))
+        found = _plain(rank, f"{_killed(code)} (while starting)", _exit_of_signal(code))
+        return _out_of_memory(found) if code == -signal.SIGKILL else found
     # A refusal of ours, which it has printed: a full disk keeps a rank from being on record.
     return _plain(rank, f"left with status {code} while starting", code if code in _REFUSALS else 1)
 
@@ -140,46 +159,65 @@ def _silent(
     if finding is None or not finding.apart:
         return None
     reason = f"{finding.reason}; {gave_up}"
-    return Failure(None, reason, f"{reason}\n{finding.stacks}", int(record["status"]))
+    return _waited(Failure(None, reason, f"{reason}\n{finding.stacks}", int(record["status"])))
 
 
 def stood_still(reports: Mapping[int, Report], why: str, finding: Finding | None) -> Failure:
     """The launcher has waited in vain, and has ended the ranks."""
     if finding is None:
-        return Failure(None, why, why, MachineError.status)
+        return _waited(Failure(None, why, why, MachineError.status))
     if finding.rank is not None:
         return hung(reports[finding.rank], why, finding)
     reason = f"{why}; {finding.reason}"
-    return Failure(None, reason, f"{reason}\n{finding.stacks}".rstrip(), MachineError.status)
+    return _waited(Failure(None, reason, f"{reason}\n{finding.stacks}".rstrip(), MachineError.status))
 
 
 def hung(rank: Report, why: str, finding: Finding | None) -> Failure:
     """A rank that others, or the launcher, have waited for in vain. why: how that showed."""
     where = f"at attempt {rank.attempt}" if rank.attempt is not None else "before its first attempt"
     doing = f" ({rank.doing})" if rank.doing else ""
-    reason = f"rank {rank.rank} stopped answering {where}{doing}; {why}"
+    drill = " (a drill)" if rank.drill is not None else ""
+    reason = f"rank {rank.rank} stopped answering {where}{doing}{drill}; {why}"
     text = reason
     if finding is not None:
         reason += f"; {finding.where}"
         text = f"{reason}\n{finding.stacks}".rstrip()
-    return Failure(rank.rank, reason, text, MachineError.status)
+    failure = Failure(rank.rank, reason, text, MachineError.status)
+    if rank.drill is not None:
+        return advised(failure, f"drill.{rank.drill} of this run asked for it", f"{_AGAIN}, and a drill strikes once")
+    return _waited(failure)
+
+
+def advised(failure: Failure, why: str, do: str) -> Failure:
+    """With the two lines that end every message of a failure that is not a bug."""
+    return replace(failure, text=f"{failure.text}\n  why: {why}\n  do:  {do}")
+
+
+def _waited(failure: Failure) -> Failure:
+    return advised(failure, "a step needs all ranks, and launch.timeout is how long they wait for one that does not come",
+                   f"see where it stands (its log has the stacks), then {_AGAIN}; raise launch.timeout if it was only slow")  # fmt: skip
+
+
+def _out_of_memory(failure: Failure) -> Failure:
+    return advised(failure, "the kernel kills so where the host's memory is used up; a scheduler or a person may, too",
+                   f"look at the host's memory (`dmesg` names what was killed for it), then {_AGAIN}")  # fmt: skip
 
 
 def _behind(report: Report) -> tuple[int, int]:
     return (-1 if report.attempt is None else report.attempt), report.rank
 
 
-def _plain(rank: int, what: str, status: int) -> Failure:
-    sentence = f"rank {rank} {what}"
+def _plain(rank: int, what: str, status: int, drill: str | None = None) -> Failure:
+    sentence = f"rank {rank} {what}{' (a drill)' if drill is not None else ''}"
     return Failure(rank, sentence, sentence, status)
 
 
-def _killed(code: int) -> str:
+def _killed(code: int, drill: str | None = None) -> str:
     try:
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
-    return f"was killed by {name}" + (", perhaps out of memory" if -code == signal.SIGKILL else "")
+    return f"was killed by {name}" + (", perhaps out of memory" if -code == signal.SIGKILL and not drill else "")
 
 
 def _exit_of_signal(code: int) -> int:

@@ -279,7 +279,8 @@ def _conclude(run_dir: RunDir, child: Child, torchrun_status: int) -> int:
         failure = blame.Failure(None, reason, reason, 128 + child.hard)
     elif child.hung is not None:
         finding, why = child.hung
-        failure = blame.stood_still(child.reports, why, finding)
+        known = blame.rehearsed(child.reports, run_dir.events_path, run_dir.session)
+        failure = blame.stood_still(known, why, finding)
     else:
         found = _first_failure(run_dir, child, blame.Agent.read(log))
         failure = found or _unexplained(status, torchrun_status, log)
@@ -305,7 +306,7 @@ def _first_failure(run_dir: RunDir, child: Child, agent: blame.Agent) -> blame.F
     """As mpdist.blame has it; with several nodes, what only this one knows is written down for the others."""
     reports, folder = child.reports, run_dir.session_path()
     if all(child.mine(report) for report in reports.values()):
-        return _blamed(reports, child, agent, folder)
+        return _blamed(run_dir, child, agent)
     for rank, when in child.deaths.items():
         report = reports[rank]
         if not report.failure and not report.end and report.pid not in agent.closed:
@@ -317,12 +318,12 @@ def _first_failure(run_dir: RunDir, child: Child, agent: blame.Agent) -> blame.F
             break
         time.sleep(0.2)
     child.reports = reports
-    return _blamed(reports, child, agent, folder)
+    return _blamed(run_dir, child, agent)
 
 
-def _blamed(
-    reports: Mapping[int, watch.Report], child: Child, agent: blame.Agent, session: Path
-) -> blame.Failure | None:
+def _blamed(run_dir: RunDir, child: Child, agent: blame.Agent) -> blame.Failure | None:
+    session = run_dir.session_path()
+    reports = blame.rehearsed(child.reports, run_dir.events_path, run_dir.session)
     known = {
         rank: blame.spoken_for(report, child.deaths.get(rank), agent.code(report.pid), stacks.log_tail(session, rank))
         for rank, report in reports.items()

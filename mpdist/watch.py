@@ -362,6 +362,7 @@ class Report:
     attempt: int | None = None
     doing: str | None = None
     beat: int | None = None  # how many it has given: one more whenever it moves
+    drill: str | None = None  # the rehearsed fault that struck it last in this session, as a reader of the events knows
 
     @property
     def here(self) -> bool:

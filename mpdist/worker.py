@@ -151,7 +151,8 @@ def _cause(seat: Seat) -> blame.Failure | None:
         gone = {rank: time.time() for rank, report in reports.items() if not report.alive}
         causes = [r for r in reports.values() if (not r.failure["lost_peer"] if r.failure else r.rank in gone)]
         if causes or time.monotonic() > deadline:
-            failure = blame.first_failure(reports, gone, blame.Agent())
+            known = blame.rehearsed(reports, seat.run.events_path, seat.run.session)
+            failure = blame.first_failure(known, gone, blame.Agent())
             if failure is None or failure.rank not in reports:
                 return failure
             trace = (reports[failure.rank].failure or {}).get("trace", "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -72,6 +73,10 @@ def test_c93_a_killed_rank_comes_before_what_its_peers_say() -> None:
     assert first is not None
     assert (first.rank, first.exit) == (1, 4)
     assert first.reason == "rank 1 was killed by SIGKILL, perhaps out of memory (at step 2)"
+    reason, why, do = first.text.splitlines()
+    assert reason == first.reason
+    assert why.startswith("  why: the kernel")
+    assert do.startswith("  do:  look at the host's memory (`dmesg`")
     # Also where the peer's error is not known to speak of a peer.
     first = first_failure(ranks(failed(0, 10.05, "the store said no"), report(1)), {1: 9.9}, Agent.read(LOG))
     assert first is not None
@@ -117,6 +122,26 @@ def test_c93_a_rank_that_hangs_is_named_by_its_silence() -> None:
     assert first.reason.startswith("rank 1 stopped answering at attempt 3; rank 0 gave up: Timed out")
 
 
+def test_a_rehearsed_fault_is_called_one(tmp_path: Path) -> None:
+    events = tmp_path / "events.jsonl"
+    struck = [(7, 1, "kill_at#3"), (8, 0, "hang_at#3"), (8, 2, "nan_loss_at@2"), (8, 1, "overflow_at@1")]
+    rows = [{"event": "drill", "session": session, "rank": rank, "reason": reason} for session, rank, reason in struck]
+    events.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"event": "end", "session": 7, "rank": 1}]))
+    three = ranks(report(0), report(1), report(2))
+    drills = [{r: v.drill for r, v in blame.rehearsed(three, events, n).items() if v.drill} for n in (7, 8, 9)]
+    assert drills == [{1: "kill_at"}, {0: "hang_at"}, {}]
+    assert blame.rehearsed(three, tmp_path / "none.jsonl", 7) == three
+    killed = first_failure(blame.rehearsed(three, events, 7), {1: 9.9}, Agent.read(LOG))
+    assert killed is not None
+    assert killed.reason == "rank 1 was killed by SIGKILL (at step 2) (a drill)"
+    hung = blame.stood_still(blame.rehearsed(three, events, 8), "no rank has moved", replace(FOUND, rank=0))
+    assert hung.reason.startswith("rank 0 stopped answering at attempt 3 (a drill); no rank has moved")
+    for failure, name in ((killed, "kill_at"), (hung, "hang_at")):
+        why, do = failure.text.splitlines()[-2:]
+        assert why == f"  why: drill.{name} of this run asked for it"
+        assert do.startswith("  do:  launch again")
+
+
 FOUND = Finding(1, 2, 3, "", "rank 1 in drill.strike (mpdist/drill.py:73), rank 0 waiting in x", "  rank 1\n    strike")
 
 
@@ -131,7 +156,10 @@ def test_the_stacks_say_which_of_the_silent_ranks_hangs_and_where() -> None:
         "rank 1 stopped answering at attempt 3; rank 0 gave up: Timed out waiting 8000ms for recv;"
         " rank 1 in drill.strike (mpdist/drill.py:73), rank 0 waiting in x"
     )
-    assert first.text == f"{first.reason}\n  rank 1\n    strike"
+    stacks, why, do = first.text.removeprefix(f"{first.reason}\n").rsplit("\n", 2)
+    assert stacks == "  rank 1\n    strike"
+    assert why.startswith("  why: ")
+    assert "raise launch.timeout" in do
     dead = first_failure(ranks(lost, report(1)), {1: 9.9}, Agent.read(""), FOUND)
     assert dead is not None
     assert "strike" not in dead.text, "a rank that died is another matter"

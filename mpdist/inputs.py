@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import glob
 import re
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,6 +53,9 @@ def check_inputs(resolved: Resolved) -> None:
             if why := _lacking(here_or_shipped(source.path)):
                 do = "correct the path; it is relative to the folder in which mpdist is started"
                 report(f"data.{part}.{number}.path", source.path, why, do)
+            elif source.split is not None and _names_files(here_or_shipped(source.path)):
+                why, do = f"{source.path} is no data set: a file has no splits", "take split away, or name a data set"
+                report(f"data.{part}.{number}.split", source.split, why, do)
     name = cfg.data.tokenizer
     if name not in ("model", "bytes") and looks_local(name) and not Path(name).expanduser().exists():
         report("data.tokenizer", name, "there is no such folder", "give a folder that is there, a hub id, or bytes")
@@ -82,7 +86,8 @@ def _nothing_to_resume(path: Path) -> str | None:
 
 
 def changed_since(cfg: Config, moment: float) -> bool:
-    """Whether a local file that the configuration names has been written since, or one that counts in a folder of its."""
+    """Whether a local file that the configuration names has been written or put back since, or one that counts in a folder
+    of its. A time in the future, of a file server whose clock is ahead, says nothing."""
     names = [cfg.model.path, cfg.data.tokenizer, cfg.data.chat_template]
     names += [here_or_shipped(source.path) for source in (*cfg.data.train, *cfg.data.eval)]
     for name in filter(None, names):
@@ -90,9 +95,15 @@ def changed_since(cfg: Config, moment: float) -> bool:
         found = [here] if here.exists() else [Path(p) for p in glob.iglob(str(here), recursive=True)]
         for path in found:
             inside = [p for p in path.iterdir() if p.suffix in _COUNT] if path.is_dir() else [path]
-            if any(file.stat().st_mtime > moment for file in inside):
+            if any(moment < file.stat().st_ctime <= time.time() for file in inside):
                 return True
     return False
+
+
+def _names_files(path: str) -> bool:
+    """Whether a local path that is there is one of files, and not a folder or what may be a hub id."""
+    here = Path(path).expanduser()
+    return here.is_file() or (not here.exists() and any(c in path for c in "*?["))
 
 
 def _lacking(path: str) -> str | None:

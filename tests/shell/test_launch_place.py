@@ -62,6 +62,21 @@ def test_what_is_not_there_is_found_before_a_run_directory_is_made(tmp_path: Pat
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_split_of_plain_files_is_refused_before_a_run_directory_is_made(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "folder/b.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    found = [f"{tmp_path}/a.jsonl", f"{tmp_path}/*.jsonl", f"{tmp_path}/folder", "owner/hub"]
+    sources = ", ".join(f"{{path: '{path}', split: train}}" for path in found)
+    with pytest.raises(ConfigError) as caught:
+        launch.run(ask(tmp_path, "launch.device=cpu", f"data.train=[{sources}]"))
+    assert caught.value.status == 2
+    names = [problem.what.split(" ")[0] for problem in caught.value.problems]
+    assert names == ["data.train.0.split", "data.train.1.split"]
+    assert "data.train.0.split = train (command line)\n  why: " in str(caught.value)
+    assert not (tmp_path / "runs").exists()
+
+
 @pytest.mark.parametrize(
     ("made", "why"),
     [

@@ -13,6 +13,14 @@ from torch import Tensor, nn
 from mpdist.optim import Optimizer
 from mpdist.shard import Part
 
+_PASSING = "lives within a window only; its peak is planned, the process's peak is measured"
+_RESTING = "planned only: no tensors of the engine or the optimizer, the process's peak is measured"
+_UNMEASURED = {  # classes that are there between windows too, and of which no tensors are looked at here
+    "overhead": "assumed, not measured: libraries, context and the like; the process's peak is measured",
+    "snapshot": "planned only: host copies that the first save makes and the run keeps; this table leaves them out",
+    "gradient_copies": "planned only: the optimizer's own copies, held between windows too; the process's peak is measured",
+}
+
 
 def measure(
     parts: Sequence[Part], gradients: Sequence[Tensor], optimizer: Optimizer, module: nn.Module, rank: int
@@ -87,12 +95,10 @@ def beside_plan(rows: Sequence[dict[str, Any]], planned: Mapping[str, Mapping[st
         for name, plan in planned.items():
             if (name, rank) not in seen:
                 empty = {"row": name, "rank": rank, "dtype": None, "elements": None, "measured_bytes": None}
-                cause = "lives within a window only; its peak is planned, the process's peak is measured"
-                if plan["bytes"]:
-                    cause = "planned only: no tensors of the engine or the optimizer, the process's peak is measured"
-                result.append(
-                    {**empty, "planned_bytes": plan["peak"], "cause": cause if plan["peak"] else "none planned"}
+                cause = (
+                    _UNMEASURED.get(name, _RESTING if plan["bytes"] else _PASSING) if plan["peak"] else "none planned"
                 )
+                result.append({**empty, "planned_bytes": plan["peak"], "cause": cause})
     return result
 
 

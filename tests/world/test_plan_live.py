@@ -311,3 +311,14 @@ def test_zero_states_are_planned_to_the_byte() -> None:
         causes = {row["cause"] for row in ledger.beside_plan([r for found in ranks for r in found[number]], book)
                   if row["row"] in STATES}  # fmt: skip
         assert all("planned" in cause or "do not divide" in cause or "row above" in cause for cause in causes), causes
+
+
+def test_the_ledger_does_not_call_passing_what_stays() -> None:
+    row = {"row": "parameters", "rank": 0, "dtype": "float32", "elements": 1, "measured_bytes": 4}
+    names = ("overhead", "snapshot", "gradient_copies", "other", "comm")
+    book = {name: {"bytes": 0 if name == "comm" else 4, "peak": 4, "formula": ""} for name in ("parameters", *names)}
+    causes = {found["row"]: found["cause"] for found in ledger.beside_plan([row], book)}
+    assert [name for name in names if causes[name].startswith("lives within a window only")] == ["comm"]
+    assert causes["overhead"].startswith("assumed, not measured")
+    assert "the first save makes" in causes["snapshot"]
+    assert "optimizer's own copies" in causes["gradient_copies"]

@@ -305,7 +305,7 @@ def _publish(final: Path, aside: Path, digests: list[dict[str, tuple[int, str]]]
     )
     old = final.with_name(f".{final.name}.old")
     remove(old)  # a kill may have left one, and a folder is not renamed onto another
-    if final.exists():  # superseded work of the same step, or one that was found altered
+    if os.path.lexists(final):  # superseded work of the same step, or one that was found altered
         os.rename(final, old)
     os.rename(aside, final)
     sync_folder(final.parent)

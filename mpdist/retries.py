@@ -6,6 +6,7 @@ What counts is read from the run directory alone, so that it holds for whatever 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from mpdist.config.compat import changed
 from mpdist.env import environment
-from mpdist.errors import MachineError, UsageError
+from mpdist.errors import CheckpointError, MachineError, UsageError
 from mpdist.inputs import changed_since
-from mpdist.lines import read_json, read_lines
+from mpdist.lines import read_json
 
 if TYPE_CHECKING:
     from mpdist.config import Resolved
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 # Settings of which another value is no attempt to mend anything: a scheduler may change them at each start.
 _MENDS_NOTHING = ("name", "out_dir", "slurm.", "launch.retries", "launch.port", "launch.address")
 _BY_THE_USER = 128  # from this exit status on, a signal ended it at once
+# Before the loop began, what these statuses name is mended outside of what is looked at here: files put back, a port freed.
+_MENDED_ELSEWHERE = (UsageError.status, MachineError.status, CheckpointError.status)
 
 
 @dataclass(frozen=True)
@@ -59,9 +62,9 @@ def check(run: RunDir, resolved: Resolved, world: Mapping[str, Any]) -> None:
 def count(run: RunDir, resolved: Resolved, world: Mapping[str, Any]) -> Failures | None:
     """The failures at the newest one's step, newest session first, under the present settings; None without any.
 
-    Sessions that left no last word (killed) and failures of the machine before the loop began (a port that was taken,
-    a missing rank: they cure themselves) neither count nor end the row; nor do those under other settings or before a
-    change of what is read, except that another step, or an end that was no failure, ends it for all.
+    Sessions that left no last word (killed) and refusals before the loop began (a port that was taken, a missing rank,
+    data or checkpoints that were altered) neither count nor end the row; nor do those under other settings or before
+    a change of what is read, except that another step, or an end that was no failure, ends it for all.
     """
     ends, started = _history(run.events_path)
     present: _Settings | None = None
@@ -72,7 +75,7 @@ def count(run: RunDir, resolved: Resolved, world: Mapping[str, Any]) -> Failures
         if end.get("state") not in ("failed", "diverged"):
             break
         code = int(end.get("exit") or 1)
-        if code >= _BY_THE_USER or (code == MachineError.status and session not in started):
+        if code >= _BY_THE_USER or (code in _MENDED_ELSEWHERE and session not in started):
             continue
         newest = newest or end
         if end["step"] != newest["step"]:
@@ -89,7 +92,13 @@ def count(run: RunDir, resolved: Resolved, world: Mapping[str, Any]) -> Failures
 def _history(path: Path) -> tuple[dict[int, dict[str, Any]], set[int]]:
     """The last `end` event of each session, and the sessions whose loop began."""
     ends, started = dict[int, dict[str, Any]](), set[int]()
-    for event in read_lines(path) if path.exists() else ():
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        try:
+            event = json.loads(line)
+        except ValueError:  # a torn line; the session's start will see to it
+            continue
+        if not isinstance(event, dict):
+            continue
         if event.get("event") == "end":
             ends[event["session"]] = event
         elif event.get("event") == "start":

@@ -30,13 +30,15 @@ TOKENIZER_BYTES = 32 * MIB  # those of large vocabularies have 10 to 35 MB
 @dataclass(frozen=True)
 class Saves:
     """bytes: of one checkpoint. count: how many lie in the run directory at its fullest, the one being written included.
-    stay: how many stay when none is being written. left: how many a new run makes, None where that is not known."""
+    stay: how many stay when none is being written. left: how many a new run makes, None where that is not known.
+    assumed: the part of `bytes` that may be much less, a tokenizer's."""
 
     bytes: int
     formula: str
     count: int
     stay: int
     left: int | None
+    assumed: int = 0
 
     @property
     def kept_bytes(self) -> int:
@@ -64,7 +66,8 @@ def planned(cfg: Config, asked: Asked, arch: Arch) -> Saves:
     still = sum(p.count * (4 if module_matches(p.name, asked.keep_fp32) else compute) for p in frozen)
     pieces = 3 * sum(_pieces(p.shape[0], asked) for p in trained) + sum(_pieces(p.shape[0], asked) for p in frozen)
     around = PIECE_BYTES * pieces + RANK_BYTES * asked.ranks + FIXED_BYTES
-    around += 0 if cfg.data.tokenizer == "bytes" else TOKENIZER_BYTES
+    assumed = 0 if cfg.data.tokenizer == "bytes" else TOKENIZER_BYTES
+    around += assumed
     formula = f"{3 * master} B x {sum(p.count for p in trained):,} trained parameters"
     if frozen:
         formula += f" + {format_bytes(still)} of frozen ones"
@@ -73,7 +76,7 @@ def planned(cfg: Config, asked: Asked, arch: Arch) -> Saves:
         cfg.checkpoint.keep_best if cfg.data.eval else 0
     )  # the best may be older than the others
     left = _saves_left(cfg, 0)
-    return Saves(values + still + around, formula, min(stay + 1, left or stay + 1), stay, left)
+    return Saves(values + still + around, formula, min(stay + 1, left or stay + 1), stay, left, assumed)
 
 
 def _pieces(rows: int, asked: Asked) -> int:
@@ -124,8 +127,10 @@ def look(resolved: Resolved, saves: Saves | None) -> Room:
     if saves is None or not system.f_blocks:  # some file systems do not count their blocks
         return Room(line)
     free += gone
-    if free < saves.bytes:
-        what = f"a checkpoint takes {format_bytes(saves.bytes)}, and {here} has {format_bytes(free)} free"
+    if free < saves.bytes - saves.assumed:
+        what = (
+            f"a checkpoint takes {format_bytes(saves.bytes - saves.assumed)}, and {here} has {format_bytes(free)} free"
+        )
         error = MachineError(what, f"{where}, and the first save would find the disk full", do)
         return _refusal(cfg, line, error)
     newest = max(lying, default=0)

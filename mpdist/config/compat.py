@@ -89,6 +89,11 @@ def numbers(values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in _flat(values).items() if not _in(key, FREE)}
 
 
+def identity(values: dict[str, Any]) -> dict[str, Any]:
+    """The values that every session of one run shares: those of which another makes another run."""
+    return {key: value for key, value in _flat(values).items() if not _in(key, (*FREE, *CUT, *WATCHED, "budget."))}
+
+
 def changed(old: dict[str, Any], new: dict[str, Any], left_out: tuple[str, ...]) -> list[str]:
     """The keys of which the values differ, but for those that are left out (a name, or `section.`)."""
     before, after = _flat(old), _flat(new)

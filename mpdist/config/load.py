@@ -54,6 +54,12 @@ class Resolved:
 
         return _digest(compat.numbers(self.values()))
 
+    def identity(self) -> str:
+        """SHA-256 (hex) of the values that are the same in all sessions of a run."""
+        from mpdist.config import compat
+
+        return _digest(compat.identity(self.values()))
+
 
 def load(path: str | pathlib.Path, overrides: list[str] | tuple[str, ...] = ()) -> Resolved:
     """Read ``path`` (YAML 1.2), its parents by ``extends`` and the ``key=value`` overrides.

@@ -352,3 +352,17 @@ def longer(folder: Path, trained: Result, **changes: Any) -> Result:
     if "checkpoint" in changes:
         del values["checkpoint__every"]
     return train(folder, 2, **{**values, **changes})
+
+
+def test_a_whole_checkpoint_of_another_run_is_passed_over(tmp_path: Path) -> None:
+    common: dict[str, Any] = {"checkpoint__every": 2, "optim__horizon": 6, "budget__steps": 4}
+    run = train(tmp_path, 1, **common)
+    other = train(tmp_path, 1, **common, name="other", seed=3)
+    shutil.rmtree(run.folder / "checkpoints" / NEW)
+    shutil.copytree(other.folder / "checkpoints" / NEW, run.folder / "checkpoints" / NEW)
+    end = train(tmp_path, 1, **{**common, "budget__steps": 6})
+    assert end.status == 0, end.message
+    refused = end.events("refused")
+    assert [(e["checkpoint"], e["file"]) for e in refused] == [(NEW, "state.json")]
+    assert "other settings" in refused[0]["reason"]
+    assert [e["reason"] for e in end.events("load")] == [str(run.folder / "checkpoints" / OLD)]

@@ -77,7 +77,7 @@ def test_masters_gradients_and_moments_are_fp32_and_shared_out(runs: dict[str, R
 
 
 def test_a_run_moves_between_engines_stages_and_numbers_of_ranks(tmp_path: Path) -> None:
-    """fsdp2 on 2 ranks, then ZeRO-3 on 3, ZeRO-1 on 1, ZeRO-2 on 2, ddp on 2: vocabulary 263 cuts unevenly everywhere."""
+    """ZeRO-3 on 2 ranks, then fsdp2 on 1, ZeRO-2 on 2, ZeRO-1 on 3, ddp on 2: vocabulary 263 cuts unevenly everywhere."""
     base: dict[str, Any] = {
         "model__config": {**LLAMA, "vocab_size": 263},
         "batch": {"micro": 1, "global": 6},
@@ -87,10 +87,10 @@ def test_a_run_moves_between_engines_stages_and_numbers_of_ranks(tmp_path: Path)
     whole = train(tmp_path, 2, **base, name="whole", shard=ENGINES["ddp"], budget__steps=10)
     assert whole.status == 0, whole.message
     way = [
-        (2, {"engine": "fsdp2"}),
-        (3, ENGINES["zero-3"]),
-        (1, ENGINES["zero-1"]),
+        (2, ENGINES["zero-3"]),
+        (1, {"engine": "fsdp2"}),
         (2, ENGINES["zero-2"]),
+        (3, ENGINES["zero-1"]),
         (2, ENGINES["ddp"]),
     ]
     for i, (ranks, shard) in enumerate(way):
@@ -102,6 +102,7 @@ def test_a_run_moves_between_engines_stages_and_numbers_of_ranks(tmp_path: Path)
                           checkpoint__resume=str(tmp_path / "runs" / "moved" / "checkpoints" / f"step-{2 * i:08d}"))  # fmt: skip
             assert again.status == 0, again.message
             assert all(same(again.weights(prefix=kind), moved.weights(2 * i, kind)) for kind in KINDS), shard
+    print("losses", moved.column("train/loss"), whole.column("train/loss"))
     # FP32 sums over 1, 2 and 3 ranks round differently; ten steps of Adam carry that on.
     assert moved.column("train/loss") == pytest.approx(whole.column("train/loss"), rel=2e-6)
 

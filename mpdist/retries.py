@@ -6,7 +6,9 @@ What counts is read from the run directory alone, so that it holds for whatever 
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 # Settings of which another value is no attempt to mend anything: a scheduler may change them at each start.
 _MENDS_NOTHING = ("name", "out_dir", "slurm.", "launch.retries", "launch.port", "launch.address")
+_FULL = os.strerror(errno.ENOSPC)
 _BY_THE_USER = 128  # from this exit status on, a signal ended it at once
 # Before the loop began, what these statuses name is mended outside of what is looked at here: files put back, a port freed.
 _MENDED_ELSEWHERE = (UsageError.status, MachineError.status, CheckpointError.status)
@@ -63,7 +66,7 @@ def count(run: RunDir, resolved: Resolved, world: Mapping[str, Any]) -> Failures
     """The failures at the newest one's step, newest session first, under the present settings; None without any.
 
     Sessions that left no last word (killed) and refusals before the loop began (a port that was taken, a missing rank,
-    data or checkpoints that were altered) neither count nor end the row; nor do those under other settings or before
+    data or checkpoints that were altered) and full disks neither count nor end the row; nor do those under other settings or before
     a change of what is read, except that another step, or an end that was no failure, ends it for all.
     """
     ends, started = _history(run.events_path)
@@ -75,7 +78,8 @@ def count(run: RunDir, resolved: Resolved, world: Mapping[str, Any]) -> Failures
         if end.get("state") not in ("failed", "diverged"):
             break
         code = int(end.get("exit") or 1)
-        if code >= _BY_THE_USER or (code in _MENDED_ELSEWHERE and session not in started):
+        full = _FULL in str(end.get("reason"))  # what is free is looked at before each start
+        if full or code >= _BY_THE_USER or (code in _MENDED_ELSEWHERE and session not in started):
             continue
         newest = newest or end
         if end["step"] != newest["step"]:

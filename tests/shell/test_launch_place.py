@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -108,14 +109,15 @@ def test_what_was_written_since_is_found_in_files_patterns_and_folders(tmp_path:
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-        os.utime(tmp_path / name, (100, 200))
     sources = f"data.train=[{{path: {tmp_path}/x.txt}}, {{path: {tmp_path}/many/*.jsonl}}, {{path: owner/hub}}]"
     cfg = ask(tmp_path, sources, f"data.tokenizer={tmp_path / 'tokenizer'}").config
-    assert not inputs.changed_since(cfg, 250)
     for name in names:
-        os.utime(tmp_path / name, (300, 300))
-        assert inputs.changed_since(cfg, 250) is not name.endswith(".md"), name
-        os.utime(tmp_path / name, (100, 200))
+        time.sleep(0.02)  # a file system's clock is coarser than ours
+        moment = time.time()
+        assert not inputs.changed_since(cfg, moment)
+        time.sleep(0.02)
+        os.utime(tmp_path / name, (100, 200))  # whatever time of writing it brings along, it was put there now
+        assert inputs.changed_since(cfg, moment) is not name.endswith(".md"), name
 
 
 def test_a_finished_run_says_so_whatever_has_gone_since(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -285,8 +285,16 @@ def test_failures_at_step_0_count_whatever_began(tmp_path: Path) -> None:
         {"started": False, "state": "failed", "exit": 6},
         {"started": False, "state": "failed", "exit": 2},
         {"state": "failed", "exit": 130},
+        {"state": "failed", "exit": 6, "reason": "saving step-00000004 failed on rank 1: No space left on device"},
     ],
-    ids=["killed outright", "machine while starting", "checkpoints damaged", "data altered", "ended by the user"],
+    ids=[
+        "killed outright",
+        "machine while starting",
+        "checkpoints damaged",
+        "data altered",
+        "ended by the user",
+        "full disk",
+    ],
 )
 def test_what_is_no_fault_of_the_run_neither_counts_nor_absolves(tmp_path: Path, neutral: dict[str, Any]) -> None:
     for _ in range(3):

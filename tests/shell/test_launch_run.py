@@ -150,7 +150,7 @@ def test_c88_two_jobs_at_once_need_no_port(start: Start) -> None:
 
 
 def test_a_preempted_run_is_resumed_in_a_second_session(start: Start) -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # where the tests themselves run under nohup, a run would heed its wish
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests under nohup would pass its wish on to the run
     first = start({"steps": 1000, "sleep": 0.02})
     first.wait_for_step(1)
     first.process.send_signal(signal.SIGHUP)

@@ -253,7 +253,10 @@ class Session:
         """Collective. Why a whole checkpoint in this run's directory is none of this run's."""
 
         def look() -> str | None:
-            same = json.loads((path / "state.json").read_text())["identity"] == self.resolved.identity()
+            state = json.loads((path / "state.json").read_text())
+            # Another version may know other settings, and so another digest of the same ones.
+            comparable = state["versions"].get("mpdist") == environment()["versions"].get("mpdist")
+            same = not comparable or state.get("identity") == self.resolved.identity()
             return None if same else "state.json is of a run with other settings, copied here"
 
         return on_first(look)

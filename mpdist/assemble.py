@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mpdist import arch, formats, model, plan, precision
+from mpdist import arch, devices, model, plan, precision
 from mpdist.config import Config, Resolved
 from mpdist.data import Order, Rows, check_vocabulary, load_tokenizer, open_rows
 from mpdist.data.command import from_config
@@ -129,7 +129,7 @@ def assemble(resolved: Resolved, world: World, device: torch.device, say: Say) -
         "attention": getattr(built.config, "_attn_implementation", None),
         "data": {"train": rows.digest, "eval": eval_rows.digest if eval_rows else None},
         "rows": len(rows), "scale": _scale_facts(cfg), "tf32": cfg.precision.tf32, "deterministic": cfg.deterministic,
-        "model_flops_per_token": flops, "peak_flops": formats.peak_flops(name, cfg.precision.compute, cfg.precision.tf32),
+        "model_flops_per_token": flops, "peak_flops": _peak_flops(cfg, device, name),
     }  # fmt: skip
     return Parts(
         module=engine.module, engine=engine, wire=wire, optimizer=optimizer, window=_window(cfg),
@@ -138,6 +138,14 @@ def assemble(resolved: Resolved, world: World, device: torch.device, say: Say) -
         lr=schedule(cfg.optim.schedule, cfg.optim.lr, _warmup(cfg, span["horizon"]), span["horizon"]),
         source=source, source_config=config, flops=flops, peak_flops=facts["peak_flops"], facts=facts, **span,
     )  # fmt: skip
+
+
+def _peak_flops(cfg: Config, device: torch.device, name: str) -> float | None:
+    """FLOP/s of one device: as the configuration has it, else as the table of devices does; None where neither does."""
+    if cfg.track.peak_tflops is not None:
+        return cfg.track.peak_tflops * 1e12
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    return devices.peak_flops(name, cfg.precision.compute, cfg.precision.tf32, memory)
 
 
 def _silent(_: str) -> None:

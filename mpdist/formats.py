@@ -1,4 +1,4 @@
-"""Facts about the float formats that training uses, and the dense peak rates of known devices.
+"""Facts about the float formats that training uses.
 
 Everything here is arithmetic on (exponent bits, fraction bits); nothing is measured.
 """
@@ -91,61 +91,3 @@ NARROW: dict[str, Format] = {
 def bytes_of(dtype: str) -> int:
     """Bytes that one element of ``dtype`` (fp32, tf32, bf16, fp16) takes in memory."""
     return int(FORMATS[dtype].storage)
-
-
-# Dense (not sparse) tensor-core rates for 16-bit inputs with FP32 accumulation, in FLOP/s, from the vendors'
-# data sheets. The first name found in the device's own name wins, so a longer name stands before its prefix.
-PEAK_16BIT: tuple[tuple[str, float], ...] = (
-    ("GB200", 2500e12),
-    ("B200", 2250e12),
-    ("GH200", 989.4e12),
-    ("H200 NVL", 835e12),
-    ("H200", 989.4e12),
-    ("H100 PCIe", 756e12),
-    ("H100 NVL", 835e12),
-    ("H100", 989.4e12),
-    ("H800 PCIe", 756e12),
-    ("H800", 989.4e12),
-    ("H20", 148e12),
-    ("A100", 312e12),
-    ("A800", 312e12),
-    ("A30", 165e12),
-    ("A40", 149.7e12),
-    ("A10G", 70e12),
-    ("A10", 125e12),
-    ("RTX A6000", 154.8e12),
-    ("L40S", 362.05e12),
-    ("L40", 181.05e12),
-    ("L4", 121e12),
-    ("RTX 5090", 209.5e12),
-    ("RTX 4090", 165.2e12),
-    ("RTX 3090", 71e12),
-    ("MI325X", 1307.4e12),
-    ("MI300X", 1307.4e12),
-)
-
-
-def peak_flops(device: str, compute: str = "bf16", tf32: bool = False) -> float | None:
-    """Peak FLOP/s of one device by its name, for matrix products in ``compute``; None where it is not known.
-
-    FP32 products have a peak here only if they may use TF32 (half of the 16-bit rate on every NVIDIA part listed).
-    A slice of a device (MIG) has no peak of its own in the tables, so it counts as unknown rather than as the whole.
-    """
-    if " MIG " in f" {device} ":
-        return None
-    words = device.replace("-", " ").split()
-    for name, rate in PEAK_16BIT:
-        want = name.split()
-        if any(words[i : i + len(want)] == want for i in range(len(words))):
-            if compute in ("bf16", "fp16"):
-                return rate
-            return rate / 2 if tf32 and not name.startswith("MI") else None
-    return None
-
-
-def mfu(flops_per_token: float, tokens_per_s: float, ranks: int, peak: float | None) -> float | None:
-    """Model FLOPs utilisation: the share of all ranks' peak that the model's own arithmetic makes use of.
-
-    tokens_per_s: real tokens of all ranks together. peak: FLOP/s of one device; None gives None.
-    """
-    return None if not peak else flops_per_token * tokens_per_s / (ranks * peak)

@@ -19,12 +19,12 @@ from mpdist import diagnose, ledger, restore, shelf, space, watch
 from mpdist.assemble import assemble, save_hf, switches, worlds_plan
 from mpdist.clock import Clock, Rate
 from mpdist.config import leaves
+from mpdist.devices import mfu
 from mpdist.dist import on_first, pick_device, same_everywhere, start, stop
 from mpdist.drill import Drill
 from mpdist.env import environment
 from mpdist.errors import CheckpointError, Diverged, Preempted, UsageError
 from mpdist.feed import Batch
-from mpdist.formats import mfu
 from mpdist.lines import read_lines
 from mpdist.precision import Decision, Reason
 from mpdist.record import moved, open_run, standing

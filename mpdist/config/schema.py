@@ -281,6 +281,11 @@ class Wandb(Section):
 
 class Track(Section):
     every: int = Field(10, ge=1, description="Steps between logged rows.")
+    peak_tflops: Annotated[float, Field(gt=0)] | None = Field(
+        None,
+        description="TFLOP/s of one device in precision.compute, which speed/mfu divides by; null is the data sheet's, if "
+        "the device is known.",
+    )
     wandb: Wandb = Field({}, validate_default=True, description="Weights & Biases; one rank logs.")
 
 

@@ -1,13 +1,10 @@
-"""Float formats and device peaks."""
+"""Float formats."""
 
 from __future__ import annotations
 
-import math
 import struct
 
-import pytest
-
-from mpdist.formats import FORMATS, bytes_of, mfu, peak_flops
+from mpdist.formats import FORMATS, bytes_of
 
 
 def test_fp32_and_fp16_agree_with_the_bytes_of_ieee_754() -> None:
@@ -29,42 +26,3 @@ def test_bf16_has_fp32s_range_and_tf32_has_its_range_with_fp16s_precision() -> N
     assert tf32.eps == FORMATS["fp16"].eps
     assert [FORMATS[name].bits for name in ("fp32", "tf32", "bf16", "fp16")] == [32, 19, 16, 16]
     assert [bytes_of(name) for name in ("fp32", "tf32", "bf16", "fp16")] == [4, 4, 2, 2]
-
-
-@pytest.mark.parametrize(
-    ("device", "tera"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989.4),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA H200", 989.4),
-        ("NVIDIA H200 NVL", 835),
-        ("NVIDIA GH200 480GB", 989.4),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA B200", 2250),
-        ("NVIDIA L40S", 362.05),
-        ("NVIDIA L4", 121),
-        ("NVIDIA A10G", 70),
-        ("NVIDIA A10", 125),
-        ("NVIDIA GeForce RTX 4090", 165.2),
-    ],
-)
-def test_a_devices_peak_is_found_by_its_own_name(device: str, tera: float) -> None:
-    assert peak_flops(device) == pytest.approx(tera * 1e12)
-
-
-def test_an_unknown_device_has_no_peak() -> None:
-    assert peak_flops("Tesla V100-SXM2-16GB") is None  # has no BF16
-    assert peak_flops("NVIDIA A100-SXM4-40GB MIG 1g.5gb") is None
-    assert peak_flops("cpu") is None
-    assert peak_flops("NVIDIA L400") is None
-    assert peak_flops("NVIDIA H100 80GB HBM3", "fp32") is None
-    assert peak_flops("NVIDIA H100 80GB HBM3", "fp32", tf32=True) == pytest.approx(494.7e12)
-
-
-def test_c107_utilisation_counts_every_devices_peak_once() -> None:
-    one = mfu(1000.0, 500.0, 1, 1e9)
-    assert one == pytest.approx(1000 * 500 / 1e9)
-    assert one is not None
-    assert mfu(1000.0, 500.0, 2, 1e9) == pytest.approx(one / 2)
-    assert mfu(1000.0, 500.0, 1, None) is None
-    assert math.isfinite(one)

@@ -22,6 +22,7 @@ LAYERS = {
     "config": 1,
     "arch": 1,
     "arch_families": 1,
+    "devices": 1,
     "formats": 1,
     "shipped": 1,
     "plan": 2,

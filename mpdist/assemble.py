@@ -20,7 +20,7 @@ from mpdist import arch, devices, model, plan, precision
 from mpdist.config import Config, Resolved
 from mpdist.data import Order, Rows, check_vocabulary, load_tokenizer, open_rows
 from mpdist.data.command import from_config
-from mpdist.dist import build_mesh
+from mpdist.dist import Mesh, build_mesh
 from mpdist.errors import MachineError, MpdistError, UsageError
 from mpdist.feed import Feed
 from mpdist.optim import Optimizer, schedule
@@ -101,8 +101,8 @@ def assemble(resolved: Resolved, world: World, device: torch.device, say: Say) -
     vocab = built.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     check_vocabulary(rows, vocab)
     way = model.give_loss(built, loss_chunk_rows(vocab, cfg.batch.micro * cfg.data.seq_len, cfg.memory.loss_chunk))
-    policy = _policy(cfg)
-    wire, engine = _engine(cfg, built, blocks, policy, world, device)
+    policy = policy_of(cfg)
+    wire, engine = engine_of(cfg, built, blocks, policy, world, device, mesh_of(cfg, world, device))
     read, how, spare = model.open_weights(source, config, built, device)
     if spare:
         say(
@@ -152,15 +152,23 @@ def _silent(_: str) -> None:
     return None
 
 
-def _policy(cfg: Config) -> precision.Policy:
+def policy_of(cfg: Config) -> precision.Policy:
     compute = precision.DTYPES[cfg.precision.compute]
     master = torch.float32 if cfg.precision.master == "fp32" else compute
     return precision.Policy(compute, master, tuple(cfg.precision.keep_fp32))
 
 
-def _engine(
-    cfg: Config, built: nn.Module, blocks: list[nn.Module], policy: precision.Policy, world: World, device: torch.device
-) -> tuple[Wire, Engine]:
+def mesh_of(cfg: Config, world: World, device: torch.device) -> Mesh:
+    """Collective. The groups of ranks that the engine needs."""
+    shards = world.ranks // cfg.shard.replicas if cfg.shard.engine != "ddp" else 1
+    return build_mesh(device.type, shards, world.local_ranks, with_device_mesh=cfg.shard.engine == "fsdp2")
+
+
+def engine_of(
+    cfg: Config, built: nn.Module, blocks: list[nn.Module], policy: precision.Policy, world: World, device: torch.device,
+    mesh: Mesh,
+) -> tuple[Wire, Engine]:  # fmt: skip
+    """Collective. The model, built on the meta device, cut and computing as the configuration says; not yet filled."""
     sharded, zero = cfg.shard.engine != "ddp", cfg.shard.engine == "deepspeed"
     kept = precision.kept_modules(built, policy)
     if policy.keep_fp32 and not kept:
@@ -179,8 +187,6 @@ def _engine(
         raise UsageError(f"memory.checkpointing = selective, and precision.keep_fp32 keeps {within[0]}, which lies inside a block",
                          "the fsdp2 engine cannot recompute a part of a block that it gathers by itself",
                          "use memory.checkpointing: full, keep whole blocks in FP32, or use shard.engine: ddp")  # fmt: skip
-    shards = world.ranks // cfg.shard.replicas if sharded else 1
-    mesh = build_mesh(device.type, shards, world.local_ranks, with_device_mesh=sharded and not zero)
     wire = Wire(mesh, precision.DTYPES[cfg.reduce.wire], cfg.reduce.sum == "fp32")
     _probe(wire, device)
     every = cfg.reduce.when == "every"

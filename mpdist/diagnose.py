@@ -41,7 +41,7 @@ class Reach:
     def check(self) -> None:
         """Raises UsageError naming the parameters that were not reached."""
         leaves = self._engine.leaves()
-        lost = [name for name, ids in leaves.items() if not ids & self._seen]
+        lost = [name for name, leaf in leaves.items() if id(leaf) not in self._seen]
         if lost:
             raise UsageError(f"{len(lost)} trainable parameters got no gradient in the first window, the first {lost[0]}",
                              "the loss does not depend on them, so they would never change",

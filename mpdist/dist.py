@@ -218,5 +218,6 @@ def set_timeout(group: dist.ProcessGroup, least: timedelta = timedelta(0)) -> No
     world = dist.group.WORLD
     assert world is not None
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-    timeout = world._get_backend(device).options._timeout
-    dist.distributed_c10d._set_pg_timeout(max(timeout, least), group)
+    options = world._get_backend(device).options
+    if options is not None:  # a simulated group waits for nobody
+        dist.distributed_c10d._set_pg_timeout(max(options._timeout, least), group)

@@ -92,5 +92,5 @@ class Engine(Protocol):
     def refresh(self) -> None:
         """After the optimizer moved the masters: brings the working copies up to date."""
 
-    def leaves(self) -> dict[str, set[int]]:
-        """Trainable name -> id() of the tensors that autograd sees in its place. After a forward."""
+    def leaves(self) -> dict[str, torch.Tensor | None]:
+        """Trainable name -> the tensor that autograd sees in its place, None where there is none yet. After a forward."""

@@ -227,8 +227,8 @@ class Ddp:
         if self._copied:
             torch._foreach_copy_([work for _, work in self._copied], [master for master, _ in self._copied])
 
-    def leaves(self) -> dict[str, set[int]]:
-        return {part.name: {id(self._working[part.name])} for part in self._trainable}
+    def leaves(self) -> dict[str, torch.Tensor | None]:
+        return {part.name: self._working[part.name] for part in self._trainable}
 
 
 def _views(flat: torch.Tensor, run: list[Part]) -> list[torch.Tensor]:

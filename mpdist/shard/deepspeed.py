@@ -319,8 +319,8 @@ class DeepSpeed:
                 if master.data_ptr() != working.data_ptr():
                     zero._reassign_or_swap_out_partitioned_parameters(group)
 
-    def leaves(self) -> dict[str, set[int]]:
-        return {name: {id(param)} for name, param in self.module.named_parameters() if param.requires_grad}
+    def leaves(self) -> dict[str, torch.Tensor | None]:
+        return {name: param for name, param in self.module.named_parameters() if param.requires_grad}
 
 
 def _library(device: torch.device) -> Any:

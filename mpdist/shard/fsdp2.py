@@ -148,10 +148,10 @@ class Fsdp2:
             if param.reduce_dtype and param.unsharded_accumulated_grad is None:
                 param.unsharded_accumulated_grad = torch.zeros_like(param._unsharded_param, dtype=torch.float32)
 
-    def leaves(self) -> dict[str, set[int]]:
-        seen = {id(param.sharded_param): id(param._unsharded_param) for param in self._params()}
+    def leaves(self) -> dict[str, torch.Tensor | None]:
+        seen = {id(param.sharded_param): param._unsharded_param for param in self._params()}
         names = [part.name for part in self.parts if part.trainable]
-        return {n: {seen.get(id(p), 0)} for n, p in zip(names, self._sharded, strict=True)}
+        return {n: seen.get(id(p)) for n, p in zip(names, self._sharded, strict=True)}
 
     def after_backward(self, last: bool) -> None:
         """FSDP2 has reduced in backward."""

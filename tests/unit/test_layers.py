@@ -49,6 +49,7 @@ LAYERS = {
     "translate.theirs": 4,
     "translate.command": 4,
     "assemble": 4,
+    "simulate": 4,
     "session": 4,
     "train": 4,
     "worker": 4,
@@ -63,7 +64,7 @@ CONFIG_LIBRARIES = {"pydantic", "ruamel"}
 # Packages that belong to some modules only, wherever the import stands.
 ONLY_IN = {
     "wandb": {"track", "wandb_process"},
-    "transformers": {"model", "data", "export", "loss", "translate"},
+    "transformers": {"model", "data", "export", "loss", "simulate", "translate"},
     "datasets": {"data"},
     "accelerate": {"model", "translate"},
     "deepspeed": {"shard", "translate"},

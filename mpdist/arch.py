@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -18,7 +18,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from mpdist.arch_families import ALIASES, FAMILIES, FIELDS, Family, Shape
+from mpdist.arch_families import FAMILIES, FIELDS, Family, Shape
 from mpdist.errors import UsageError
 
 
@@ -37,14 +37,21 @@ class Param:
     matmul: bool = False
     active: float = 1.0
 
-    @property
+    @cached_property
     def count(self) -> int:
         return prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Arch:
-    """A causal LM's shape. Widths are in elements; ``vocab`` in rows of the embedding table."""
+    """A causal LM's shape. Widths are in elements; ``vocab`` in rows of the embedding table.
+
+    ``intermediate``: the width of a block's MLP, or of one expert; ``shared_intermediate`` of the MLP that every token
+    passes beside its experts. ``learned_positions``: they come from a table that ends at ``max_positions``; elsewhere
+    ``rotary_dim`` elements of each head are rotated. ``activation``: its name in transformers. Dropout is a probability:
+    of attention scores, and of what a block adds to the stream. ``whole_logits``: the loss takes the model's own logits,
+    since they are more than its head's product (capped, scaled) or a router's loss comes with them.
+    """
 
     model_type: str
     hidden: int
@@ -55,9 +62,16 @@ class Arch:
     intermediate: int
     vocab: int
     max_positions: int | None
+    learned_positions: bool
+    rotary_dim: int
     tied: bool
+    activation: str
+    attention_dropout: float
+    hidden_dropout: float
+    whole_logits: bool
     experts: int
     experts_per_token: int
+    shared_intermediate: int
     buffer_bytes: int
     dtype: str | None
     source: str
@@ -74,6 +88,7 @@ class Arch:
 
     @cached_property
     def head(self) -> int:
+        """An output matrix of the head's own, and its bias."""
         return sum(p.count for p in self.params if p.group == "head")
 
     @cached_property
@@ -120,8 +135,10 @@ class Unknown:
     missing: bool = False
 
 
-def module_matches(parameter: str, patterns: Iterable[str]) -> bool:
+def module_matches(parameter: str, patterns: Collection[str]) -> bool:
     """True if a shell pattern matches the module that owns the parameter, or a module around it."""
+    if not patterns:  # asked for every parameter of a model, mostly without any
+        return False
     parts = parameter.split(".")[:-1]
     return any(fnmatchcase(".".join(parts[:i]), pattern) for pattern in patterns for i in range(1, len(parts) + 1))
 
@@ -139,14 +156,16 @@ def model_flops_per_token(arch: Arch, seq_len: int, causal: bool = True) -> floa
 class _Reader:
     """Typed access to one config mapping; a wrong value is a UsageError that names the field and the source."""
 
-    def __init__(self, given: Mapping[str, Any], defaults: Mapping[str, Any], source: str) -> None:
-        self.source = source
-        values = {ALIASES.get(k, k): v for k, v in defaults.items()}
-        values.update({ALIASES.get(k, k): v for k, v in given.items() if v is not None})
-        self.values = values
+    def __init__(self, given: Mapping[str, Any], family: Family, source: str) -> None:
+        self.source, self.family, self.given = source, family, given
+        self.values = dict(family.defaults)
+        own = {**{family.names.get(field, field): field for field in family.fields}, **family.also}
+        self.values.update({own[k]: v for k, v in given.items() if k in own and v is not None})
 
-    def wrong(self, field: str, why: str) -> UsageError:
-        return UsageError(f"{field} = {self.values.get(field)!r} in {self.source}", why, "Correct the model's config.")
+    def wrong(self, field: str, why: str, value: Any = None) -> UsageError:
+        value = self.values.get(field) if value is None else value
+        name = self.family.names.get(field, field)
+        return UsageError(f"{name} = {value!r} in {self.source}", why, "Correct the model's config.")
 
     def integer(self, field: str, least: int = 1) -> int:
         value = self.values.get(field)
@@ -157,6 +176,14 @@ class _Reader:
     def optional(self, field: str) -> int | None:
         return None if self.values.get(field) is None else self.integer(field)
 
+    def probability(self, name: str) -> float:
+        """Of a field by the name that the config class gives it; 0 where that name is empty."""
+        value = self.given.get(name)
+        value = self.family.defaults.get(name, 0.0) if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            raise self.wrong(name, "A probability is between 0 and 1.", value)
+        return float(value)
+
     def flag(self, field: str) -> bool:
         value = self.values.get(field, False)
         if not isinstance(value, bool):
@@ -166,17 +193,13 @@ class _Reader:
 
 def _read(kind: str, r: _Reader) -> Shape:
     hidden, heads = r.integer("hidden_size"), r.integer("num_attention_heads")
-    kv_heads = r.optional("num_key_value_heads") or heads
-    if kind in ("gpt2", "gpt_neox"):
-        kv_heads = heads
-    head_dim = None if kind in ("gpt2", "gpt_neox", "phi3") else r.optional("head_dim")
+    kv_heads, head_dim = r.optional("num_key_value_heads") or heads, r.optional("head_dim")
     if head_dim is None and hidden % heads:
         raise r.wrong("hidden_size", f"It is not divisible by num_attention_heads = {heads}.")
     if heads % kv_heads:
         raise r.wrong("num_key_value_heads", f"num_attention_heads = {heads} is not divisible by it.")
-    experts = r.optional("num_local_experts") or 0 if kind in ("mixtral", "qwen3_moe") else 0
+    experts = r.optional("num_local_experts") or 0
     intermediate = r.integer("intermediate_size", 0) or 4 * hidden
-    moe = r.integer("moe_intermediate_size") if kind == "qwen3_moe" else intermediate
     return Shape(
         type=kind,
         hidden=hidden,
@@ -187,14 +210,26 @@ def _read(kind: str, r: _Reader) -> Shape:
         intermediate=intermediate,
         vocab=r.integer("vocab_size"),
         max_positions=r.optional("max_position_embeddings"),
-        attention_bias=r.flag("attention_bias") and kind not in ("mistral", "mixtral", "qwen2", "phi3"),
-        mlp_bias=r.flag("mlp_bias") and kind == "llama",
+        attention_bias=r.flag("attention_bias"),
+        mlp_bias=r.flag("mlp_bias"),
         experts=experts,
         experts_per_token=r.integer("num_experts_per_tok") if experts else 0,
-        moe_intermediate=moe,
-        sparse_step=(r.optional("decoder_sparse_step") or 1) if kind == "qwen3_moe" else 1,
-        dense_layers=tuple(r.values.get("mlp_only_layers") or ()) if kind == "qwen3_moe" else (),
+        moe_intermediate=r.optional("moe_intermediate_size") or intermediate,
+        shared_intermediate=r.optional("shared_expert_intermediate_size") or 0,
+        sparse_step=r.optional("decoder_sparse_step") or 1,
+        dense_layers=tuple(r.values.get("mlp_only_layers") or ()),
     )
+
+
+def _uncounted(kind: str, config: Mapping[str, Any], family: Family, shape: Shape) -> str | None:
+    """Why a setting keeps this model's parameters from being those that its family lists; None if none does."""
+    for setting, value in family.counted.items():
+        if config.get(setting, value) != value:
+            return f"model type '{kind}' with {setting} = {config[setting]!r} is not counted without torch"
+    width = config.get("word_embed_proj_dim") if kind == "opt" else None
+    if width is not None and width != shape.hidden:
+        return f"model type 'opt' with word_embed_proj_dim = {width!r} beside hidden_size = {shape.hidden} is not counted without torch"
+    return None
 
 
 def _params(family: Family, s: Shape, tied: bool) -> Iterator[Param]:
@@ -204,32 +239,36 @@ def _params(family: Family, s: Shape, tied: bool) -> Iterator[Param]:
             raise UsageError(
                 "max_position_embeddings is missing", "The position table's size follows from it.", "Add it."
             )
-        yield Param(family.positions, (s.max_positions, s.hidden), "embedding")
+        yield Param(family.positions, (s.max_positions + family.positions_unused, s.hidden), "embedding")
+    norm = [Param(f"{family.norm}.weight", (s.hidden,), "norm")]
+    if family.norm_bias:
+        norm.append(Param(f"{family.norm}.bias", (s.hidden,), "norm"))
+    if family.norm_first:
+        yield from norm
     share = s.experts_per_token / s.experts if s.experts else 1.0
     for layer in range(s.layers):
         for name, shape, matmul in family.make(replace(s, layer=layer)):
             active = share if ".experts." in name else 1.0
             yield Param(f"{family.block}.{layer}.{name}", shape, "block", layer, matmul, active)
-    yield Param(f"{family.norm}.weight", (s.hidden,), "norm")
-    if family.norm_bias:
-        yield Param(f"{family.norm}.bias", (s.hidden,), "norm")
+    if not family.norm_first:
+        yield from norm
     if not tied:
         yield Param(family.head, (s.vocab, s.hidden), "head", matmul=True)
+    if family.head_bias:
+        yield Param(family.head.replace("weight", "bias"), (s.vocab,), "head")
 
 
-def _buffer_bytes(config: Mapping[str, Any], s: Shape) -> int:
+def _activation(kind: str, reader: _Reader) -> str:
+    name = str(reader.values.get("hidden_act", "silu"))
+    return "gelu_pytorch_tanh" if kind == "gemma" and name == "gelu" else name  # as its class reads old files
+
+
+def _buffer_bytes(config: Mapping[str, Any], s: Shape, rotary_dim: int) -> int:
     """Rotary frequencies in FP32, kept twice for each kind of layer that has its own, and Gemma's embedding scale."""
-    if s.type == "gpt2":
-        return 0
-    rope = config.get("rope_parameters")
-    share = rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None
-    share = share or config.get("partial_rotary_factor") or config.get("rotary_pct")
-    share = share or (0.25 if s.type == "gpt_neox" else 1.0)
-    frequencies = (int(s.head_dim * share) + 1) // 2
     kinds = 1
     if s.type == "gemma3_text":  # every sixth layer sees the whole sequence, where the config does not list them
         kinds = len(set(config.get("layer_types") or ("full" if (i + 1) % 6 == 0 else "near" for i in range(s.layers))))
-    return 2 * 4 * frequencies * kinds + (4 if s.type.startswith("gemma") else 0)
+    return 2 * 4 * ((rotary_dim + 1) // 2) * kinds + (4 if s.type.startswith("gemma") else 0)
 
 
 def from_mapping(config: Mapping[str, Any], source: str, inline: bool = False) -> Arch | Unknown:
@@ -244,10 +283,14 @@ def from_mapping(config: Mapping[str, Any], source: str, inline: bool = False) -
     if family is None:
         return Unknown(f"model type '{kind}' is not among those counted without torch ({', '.join(FAMILIES)})")
     if inline:
-        _refuse_near_misses(config, source)
-    reader = _Reader(config, family.defaults, source)
+        _refuse_near_misses(config, family, source)
+    reader = _Reader(config, family, source)
     shape = _read(kind, reader)
-    tied = reader.flag("tie_word_embeddings")
+    uncounted = _uncounted(kind, config, family, shape)
+    if uncounted is not None:
+        return Unknown(uncounted)
+    tied, rotary_dim = reader.flag("tie_word_embeddings"), family.rotary_dim(config, shape.head_dim)
+    attention_dropout, hidden_dropout = map(reader.probability, family.dropouts)
     dtype = config.get("dtype") or config.get("torch_dtype")
     return Arch(
         model_type=kind,
@@ -259,24 +302,31 @@ def from_mapping(config: Mapping[str, Any], source: str, inline: bool = False) -
         intermediate=shape.moe_intermediate if shape.experts else shape.intermediate,
         vocab=shape.vocab,
         max_positions=shape.max_positions,
+        learned_positions=bool(family.positions),
+        rotary_dim=rotary_dim,
         tied=tied,
+        activation=_activation(kind, reader),
+        attention_dropout=attention_dropout,
+        hidden_dropout=hidden_dropout,
+        whole_logits=family.makes_whole_logits(config),
         experts=shape.experts,
         experts_per_token=shape.experts_per_token,
-        buffer_bytes=_buffer_bytes(config, shape),
+        shared_intermediate=shape.shared_intermediate if shape.experts else 0,
+        buffer_bytes=_buffer_bytes(config, shape, rotary_dim),
         dtype=dtype if isinstance(dtype, str) else None,
         source=source,
         params=tuple(_params(family, shape, tied)),
     )
 
 
-def _refuse_near_misses(config: Mapping[str, Any], source: str) -> None:
+def _refuse_near_misses(config: Mapping[str, Any], family: Family, source: str) -> None:
     # transformers keeps any key it does not know as a plain attribute: a typing mistake would silently train
     # a model of the default size. Keys that resemble none of the sizes are left to transformers.
-    known = (*FIELDS, *ALIASES)
+    own = {family.names.get(field, field) for field in FIELDS} | set(family.also)
     for key in config:
-        if key in known or key == "model_type":
+        if key in own or key == "model_type":
             continue
-        near = difflib.get_close_matches(key, known, 1, 0.85)
+        near = [family.names[key]] if key in family.names else difflib.get_close_matches(key, own, 1, 0.85)
         if near and near[0] not in config:
             raise UsageError(f"{source}: unknown key '{key}'", "It would be ignored.", f"Did you mean '{near[0]}'?")
 

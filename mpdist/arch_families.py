@@ -1,12 +1,12 @@
 """How each model type names and sizes its parameters: the table behind ``arch``.
 
-Names and shapes are those of transformers' own classes (5.x), so experts come as one tensor a projection.
+Names, shapes and order are those of transformers' own classes (5.x), so experts come as one tensor a projection.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 Made = tuple[str, tuple[int, ...], bool]  # name, shape, is it a matrix that tokens are multiplied with
@@ -30,6 +30,7 @@ class Shape:
     experts: int
     experts_per_token: int
     moe_intermediate: int
+    shared_intermediate: int
     sparse_step: int
     dense_layers: tuple[int, ...]
     layer: int = 0
@@ -37,16 +38,51 @@ class Shape:
 
 @dataclass(frozen=True)
 class Family:
-    """How one model type names its parts, and what its config class assumes where config.json is silent."""
+    """How one model type names its parts, and what its config class assumes where config.json is silent.
+
+    ``reads``: the optional fields of FIELDS that its class knows; it ignores the others. ``names``: what it calls a
+    field, where that is not the usual name. ``also``: further spellings that it accepts. ``counted``: values of
+    settings with which its parameters are those listed; others are not counted. ``plain_logits``: likewise, values with
+    which its logits are its head's product and no more. ``dropouts``: its fields for the dropout of attention scores
+    and of what a block adds to the stream.
+    """
 
     embed: str
     block: str
     norm: str
     make: Callable[[Shape], Iterator[Made]]
     defaults: Mapping[str, Any]
+    reads: tuple[str, ...] = ("num_key_value_heads", "head_dim")
+    names: Mapping[str, str] = field(default_factory=dict)
+    also: Mapping[str, str] = field(default_factory=dict)
+    counted: Mapping[str, Any] = field(default_factory=dict)
+    plain_logits: Mapping[str, Any] = field(default_factory=dict)
     norm_bias: bool = False
+    norm_first: bool = False  # whether it stands before the blocks in the order of parameters
     positions: str = ""
+    positions_unused: int = 0  # rows of the position table ahead of the first position
     head: str = "lm_head.weight"
+    head_bias: bool = False
+    rotary_share: float = 1.0
+    dropouts: tuple[str, str] = ("attention_dropout", "")
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The fields that its class reads, by their usual names."""
+        return (*ALWAYS, *self.reads)
+
+    def rotary_dim(self, config: Mapping[str, Any], head_dim: int) -> int:
+        """Elements of a head that are rotated; 0 with a position table."""
+        if self.positions:
+            return 0
+        rope = config.get("rope_parameters")
+        share = rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None
+        share = share or config.get("partial_rotary_factor") or config.get("rotary_pct")
+        return int(head_dim * (share or self.rotary_share))
+
+    def makes_whole_logits(self, config: Mapping[str, Any]) -> bool:
+        plain = self.plain_logits
+        return any(config.get(key, self.defaults.get(key, value)) != value for key, value in plain.items())
 
 
 def _linear(name: str, out: int, into: int, bias: bool = False, conv1d: bool = False) -> Iterator[Made]:
@@ -59,19 +95,23 @@ def _linear(name: str, out: int, into: int, bias: bool = False, conv1d: bool = F
 def _attention(s: Shape) -> Iterator[Made]:
     q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
     qkv_bias = s.attention_bias or s.type == "qwen2"
+    out_bias = s.attention_bias and s.type != "qwen2_moe"
     yield from _linear("self_attn.q_proj", q, s.hidden, qkv_bias)
     yield from _linear("self_attn.k_proj", kv, s.hidden, qkv_bias)
     yield from _linear("self_attn.v_proj", kv, s.hidden, qkv_bias)
-    yield from _linear("self_attn.o_proj", s.hidden, q, s.attention_bias)
+    yield from _linear("self_attn.o_proj", s.hidden, q, out_bias)
     if s.type in ("qwen3", "qwen3_moe", "gemma3_text"):
         yield "self_attn.q_norm.weight", (s.head_dim,), False
         yield "self_attn.k_norm.weight", (s.head_dim,), False
+    elif s.type == "olmo2":
+        yield "self_attn.q_norm.weight", (q,), False
+        yield "self_attn.k_norm.weight", (kv,), False
 
 
-def _gated_mlp(s: Shape) -> Iterator[Made]:
-    yield from _linear("mlp.gate_proj", s.intermediate, s.hidden, s.mlp_bias)
-    yield from _linear("mlp.up_proj", s.intermediate, s.hidden, s.mlp_bias)
-    yield from _linear("mlp.down_proj", s.hidden, s.intermediate, s.mlp_bias)
+def _gated_mlp(s: Shape, name: str = "mlp", width: int = 0) -> Iterator[Made]:
+    yield from _linear(f"{name}.gate_proj", width or s.intermediate, s.hidden, s.mlp_bias)
+    yield from _linear(f"{name}.up_proj", width or s.intermediate, s.hidden, s.mlp_bias)
+    yield from _linear(f"{name}.down_proj", s.hidden, width or s.intermediate, s.mlp_bias)
 
 
 def _two_norms(s: Shape) -> Iterator[Made]:
@@ -85,7 +125,14 @@ def _llama(s: Shape) -> Iterator[Made]:
     yield from _two_norms(s)
 
 
-def _gemma(s: Shape) -> Iterator[Made]:
+def _olmo2(s: Shape) -> Iterator[Made]:
+    yield from _attention(s)
+    yield from _gated_mlp(s)
+    yield "post_attention_layernorm.weight", (s.hidden,), False
+    yield "post_feedforward_layernorm.weight", (s.hidden,), False
+
+
+def _gemma2(s: Shape) -> Iterator[Made]:
     yield from _llama(s)
     yield "pre_feedforward_layernorm.weight", (s.hidden,), False
     yield "post_feedforward_layernorm.weight", (s.hidden,), False
@@ -101,16 +148,23 @@ def _phi3(s: Shape) -> Iterator[Made]:
 
 
 def is_sparse(s: Shape) -> bool:
-    """Whether this layer routes to experts (Qwen3-MoE may keep some layers dense)."""
+    """Whether this layer routes to experts (Qwen's may keep some layers dense)."""
     return s.experts > 0 and s.layer not in s.dense_layers and (s.layer + 1) % s.sparse_step == 0
 
 
 def _moe(s: Shape) -> Iterator[Made]:
     yield from _attention(s)
     if is_sparse(s):
-        yield "mlp.gate.weight", (s.experts, s.hidden), True
+        router = ("mlp.gate.weight", (s.experts, s.hidden), True)
+        if s.type != "qwen3_moe":
+            yield router
         yield "mlp.experts.gate_up_proj", (s.experts, 2 * s.moe_intermediate, s.hidden), True
         yield "mlp.experts.down_proj", (s.experts, s.hidden, s.moe_intermediate), True
+        if s.type == "qwen3_moe":
+            yield router
+        if s.shared_intermediate:
+            yield from _gated_mlp(s, "mlp.shared_expert", s.shared_intermediate)
+            yield "mlp.shared_expert_gate.weight", (1, s.hidden), True
     else:
         yield from _gated_mlp(s)
     yield from _two_norms(s)
@@ -139,59 +193,175 @@ def _gpt_neox(s: Shape) -> Iterator[Made]:
     yield from _linear("mlp.dense_4h_to_h", s.hidden, s.intermediate, True)
 
 
+def _opt(s: Shape) -> Iterator[Made]:
+    for name in ("k_proj", "v_proj", "q_proj", "out_proj"):
+        yield from _linear(f"self_attn.{name}", s.hidden, s.hidden, s.attention_bias)
+    yield from _layernorm("self_attn_layer_norm", s.hidden)
+    yield from _linear("fc1", s.intermediate, s.hidden, s.attention_bias)
+    yield from _linear("fc2", s.hidden, s.intermediate, s.attention_bias)
+    yield from _layernorm("final_layer_norm", s.hidden)
+
+
+def _phi(s: Shape) -> Iterator[Made]:
+    q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
+    yield from _linear("self_attn.q_proj", q, s.hidden, True)
+    yield from _linear("self_attn.k_proj", kv, s.hidden, True)
+    yield from _linear("self_attn.v_proj", kv, s.hidden, True)
+    yield from _linear("self_attn.dense", s.hidden, q, True)
+    yield from _linear("mlp.fc1", s.intermediate, s.hidden, True)
+    yield from _linear("mlp.fc2", s.hidden, s.intermediate, True)
+    yield from _layernorm("input_layernorm", s.hidden)
+
+
 def defaults_of(h: int, f: int, n: int, a: int, kv: int | None, vocab: int, **more: Any) -> dict[str, Any]:
     """What a config class assumes; ``save_pretrained`` writes only what differs from it."""
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     return dict(zip(names, (h, f, n, a, kv), strict=True)) | {"vocab_size": vocab} | more
 
 
-_GEMMA = defaults_of(2304, 9216, 26, 8, 4, 256000, head_dim=256, tie_word_embeddings=True)
+# Fields that decide sizes: those that every class reads, and those that only some do.
+ALWAYS = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"),
+    *("max_position_embeddings", "tie_word_embeddings", "hidden_act"),
+)
+_MLP_OF_EXPERTS = ("moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers")
+_EXPERTS = ("num_local_experts", "num_experts_per_tok")
+FIELDS = (
+    *ALWAYS,
+    *("num_key_value_heads", "head_dim", "attention_bias", "mlp_bias"),
+    *(*_EXPERTS, *_MLP_OF_EXPERTS, "shared_expert_intermediate_size"),
+)
+_HEADS = ("num_key_value_heads", "head_dim")
+_BIASED = (*_HEADS, "attention_bias")
 _LLAMA_NAMES = ("model.embed_tokens.weight", "model.layers", "model.norm")
+_GEMMA = {"head_dim": 256, "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh"}
+_GEMMA2 = defaults_of(2304, 9216, 26, 8, 4, 256000, **_GEMMA)
+_GEMMA2_NAMES = {"hidden_act": "hidden_activation"}
+_UNCAPPED = {"final_logit_softcapping": None}
+_NO_ROUTER_LOSS = {"output_router_logits": False}
 FAMILIES: dict[str, Family] = {
-    "llama": Family(*_LLAMA_NAMES, _llama, defaults_of(4096, 11008, 32, 32, None, 32000)),
+    "llama": Family(*_LLAMA_NAMES, _llama, defaults_of(4096, 11008, 32, 32, None, 32000), reads=(*_BIASED, "mlp_bias")),
     "mistral": Family(*_LLAMA_NAMES, _llama, defaults_of(4096, 14336, 32, 32, 8, 32000)),
     "qwen2": Family(*_LLAMA_NAMES, _llama, defaults_of(4096, 22016, 32, 32, 32, 151936)),
-    "qwen3": Family(*_LLAMA_NAMES, _llama, defaults_of(4096, 22016, 32, 32, 32, 151936, head_dim=128)),
-    "gemma2": Family(*_LLAMA_NAMES, _gemma, _GEMMA),
-    "gemma3_text": Family(*_LLAMA_NAMES, _gemma, _GEMMA | {"vocab_size": 262208}),
-    "phi3": Family(*_LLAMA_NAMES, _phi3, defaults_of(3072, 8192, 32, 32, None, 32064)),
+    "qwen3": Family(*_LLAMA_NAMES, _llama, defaults_of(4096, 22016, 32, 32, 32, 151936, head_dim=128), reads=_BIASED),
+    "gemma": Family(*_LLAMA_NAMES, _llama, defaults_of(3072, 24576, 28, 16, 16, 256000, **_GEMMA), reads=_BIASED),
+    "gemma2": Family(
+        *_LLAMA_NAMES,
+        _gemma2,
+        _GEMMA2 | {"final_logit_softcapping": 30.0},
+        reads=_BIASED,
+        names=_GEMMA2_NAMES,
+        plain_logits=_UNCAPPED,
+    ),
+    "gemma3_text": Family(
+        *_LLAMA_NAMES,
+        _gemma2,
+        _GEMMA2 | {"vocab_size": 262208},
+        reads=_BIASED,
+        names=_GEMMA2_NAMES,
+        plain_logits=_UNCAPPED,
+    ),
+    "phi": Family(
+        "model.embed_tokens.weight",
+        "model.layers",
+        "model.final_layernorm",
+        _phi,
+        defaults_of(2048, 8192, 24, 32, None, 51200, hidden_act="gelu_new"),
+        counted={"qk_layernorm": False},
+        norm_bias=True,
+        head_bias=True,
+        rotary_share=0.5,
+        dropouts=("attention_dropout", "resid_pdrop"),
+    ),
+    "phi3": Family(
+        *_LLAMA_NAMES,
+        _phi3,
+        defaults_of(3072, 8192, 32, 32, None, 32064),
+        reads=("num_key_value_heads",),
+        dropouts=("attention_dropout", "resid_pdrop"),
+    ),
+    "granite": Family(
+        *_LLAMA_NAMES,
+        _llama,
+        defaults_of(4096, 11008, 32, 32, None, 32000),
+        reads=(*_BIASED, "mlp_bias"),
+        plain_logits={"logits_scaling": 1},
+    ),
+    "olmo2": Family(*_LLAMA_NAMES, _olmo2, defaults_of(4096, 11008, 32, 32, None, 50304), reads=_BIASED),
     "mixtral": Family(
-        *_LLAMA_NAMES, _moe, defaults_of(4096, 14336, 32, 32, 8, 32000, num_local_experts=8, num_experts_per_tok=2)
+        *_LLAMA_NAMES,
+        _moe,
+        defaults_of(4096, 14336, 32, 32, 8, 32000, num_local_experts=8, num_experts_per_tok=2),
+        reads=(*_HEADS, *_EXPERTS),
+        plain_logits=_NO_ROUTER_LOSS,
+        also={"num_experts": "num_local_experts"},
+    ),
+    "qwen2_moe": Family(
+        *_LLAMA_NAMES,
+        _moe,
+        defaults_of(2048, 5632, 24, 16, 16, 151936, num_local_experts=60, num_experts_per_tok=4, attention_bias=True)
+        | {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632},
+        reads=(*_BIASED, *_EXPERTS, *_MLP_OF_EXPERTS, "shared_expert_intermediate_size"),
+        names={"num_local_experts": "num_experts", "attention_bias": "qkv_bias"},
+        plain_logits=_NO_ROUTER_LOSS,
     ),
     "qwen3_moe": Family(
         *_LLAMA_NAMES,
         _moe,
-        defaults_of(2048, 6144, 24, 32, 4, 151936, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768),
+        defaults_of(2048, 6144, 24, 32, 4, 151936, num_local_experts=128, num_experts_per_tok=8)
+        | {"moe_intermediate_size": 768},
+        reads=(*_BIASED, *_EXPERTS, *_MLP_OF_EXPERTS),
+        plain_logits=_NO_ROUTER_LOSS,
+        also={"num_experts": "num_local_experts"},
     ),
     "gpt2": Family(
         "transformer.wte.weight",
         "transformer.h",
         "transformer.ln_f",
         _gpt2,
-        defaults_of(768, 0, 12, 12, None, 50257, max_position_embeddings=1024, tie_word_embeddings=True),
+        defaults_of(768, 0, 12, 12, None, 50257, max_position_embeddings=1024, tie_word_embeddings=True)
+        | {"hidden_act": "gelu_new", "attn_pdrop": 0.1, "resid_pdrop": 0.1},
+        reads=(),
+        names={"intermediate_size": "n_inner", "hidden_act": "activation_function"},
+        also={
+            "n_embd": "hidden_size",
+            "n_layer": "num_hidden_layers",
+            "n_head": "num_attention_heads",
+            "n_positions": "max_position_embeddings",
+        },
         norm_bias=True,
         positions="transformer.wpe.weight",
+        dropouts=("attn_pdrop", "resid_pdrop"),
     ),
     "gpt_neox": Family(
         "gpt_neox.embed_in.weight",
         "gpt_neox.layers",
         "gpt_neox.final_layer_norm",
         _gpt_neox,
-        defaults_of(6144, 24576, 44, 64, None, 50432, attention_bias=True),
+        defaults_of(6144, 24576, 44, 64, None, 50432, attention_bias=True, hidden_act="gelu"),
+        reads=("attention_bias",),
         norm_bias=True,
+        rotary_share=0.25,
+        dropouts=("attention_dropout", "hidden_dropout"),
+    ),
+    "opt": Family(
+        "model.decoder.embed_tokens.weight",
+        "model.decoder.layers",
+        "model.decoder.final_layer_norm",
+        _opt,
+        defaults_of(768, 3072, 12, 12, None, 50272, max_position_embeddings=2048, tie_word_embeddings=True)
+        | {"hidden_act": "relu", "attention_bias": True, "dropout": 0.1},
+        reads=("attention_bias",),
+        names={"intermediate_size": "ffn_dim", "attention_bias": "enable_bias", "hidden_act": "activation_function"},
+        counted={
+            "do_layer_norm_before": True,
+            "layer_norm_elementwise_affine": True,
+            "_remove_final_layer_norm": False,
+        },
+        norm_bias=True,
+        norm_first=True,
+        positions="model.decoder.embed_positions.weight",
+        positions_unused=2,
+        dropouts=("attention_dropout", "dropout"),
     ),
 }
-# Other spellings that config classes accept for one field.
-ALIASES = {
-    "n_embd": "hidden_size",
-    "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-    "n_positions": "max_position_embeddings",
-    "n_inner": "intermediate_size",
-    "num_experts": "num_local_experts",
-}
-FIELDS = (
-    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-    *("head_dim", "vocab_size", "max_position_embeddings", "tie_word_embeddings", "attention_bias", "mlp_bias"),
-    *("num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step", "mlp_only_layers"),
-)

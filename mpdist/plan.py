@@ -282,7 +282,7 @@ def _batch_problems(asked: Asked, origin: Callable[[str], str]) -> list[MpdistEr
 def _model_problems(cfg: Config, arch: Arch, origin: Callable[[str], str]) -> list[MpdistError]:
     problems: list[MpdistError] = []
     # A learned position table ends; rotary models run on past their stated length, if badly.
-    if arch.model_type == "gpt2" and arch.max_positions is not None and cfg.data.seq_len > arch.max_positions:
+    if arch.learned_positions and arch.max_positions is not None and cfg.data.seq_len > arch.max_positions:
         problems.append(
             UsageError(
                 f"data.seq_len = {cfg.data.seq_len} ({origin('data.seq_len')})",

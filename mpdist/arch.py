@@ -122,6 +122,8 @@ class Arch:
     def split(self, freeze: Iterable[str]) -> tuple[list[Param], list[Param]]:
         """(trainable, frozen) parameters; a shell pattern has to match a parameter's whole name to freeze it."""
         patterns = list(freeze)
+        if not patterns:
+            return list(self.params), []
         frozen = [p for p in self.params if any(fnmatchcase(p.name, pattern) for pattern in patterns)]
         held = {p.name for p in frozen}
         return [p for p in self.params if p.name not in held], frozen

@@ -362,8 +362,27 @@ def _held(asked: Asked, arch: Arch) -> Held:
     return Held(always, rest, changing, texts, host)
 
 
+@dataclass(frozen=True)
+class Ledger:
+    """All rows of one rank. peak_bytes: its most at once, at ``moment``, rows on the host left out.
+
+    moments: in the order of a step, (its name, bytes of every row that is there then, those on the host too).
+    """
+
+    rows: tuple[Row, ...]
+    peak_bytes: int
+    moment: str
+    moments: tuple[tuple[str, Moment], ...]
+
+
 def rows(asked: Asked, arch: Arch) -> tuple[list[Row], int, str]:
     """All rows, the rank's peak in bytes (rows on the host left out), and the moment of that peak."""
+    found = ledger_of(asked, arch)
+    return list(found.rows), found.peak_bytes, found.moment
+
+
+def ledger_of(asked: Asked, arch: Arch) -> Ledger:
+    """The rows of rank 0 and what they hold from moment to moment."""
     if asked.engine == "deepspeed":
         found = plan_zero.held(asked, arch, _activations(asked, arch), _logits(asked, arch))
     else:
@@ -393,4 +412,5 @@ def rows(asked: Asked, arch: Arch) -> tuple[list[Row], int, str]:
         own = max(rest.get(name, 0), *(held_then.get(name, 0) for held_then in changing.values()))
         there = (always | changing[when]).get(name, 0)
         out.append(Row(name, rest.get(name, 0), own, texts[name], there, name in host))
-    return out, totals[when], when
+    moments = {"rest": rest | {"overhead": OVERHEAD[asked.device]}} | {n: always | h for n, h in changing.items()}
+    return Ledger(tuple(out), totals[when], when, tuple(moments.items()))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from mpdist.plan_memory import BEYOND, MARGIN
+from mpdist.formats import bytes_of
+from mpdist.plan_memory import BEYOND, MARGIN, Asked
 from mpdist.units import format_bytes
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def _shared(ranks: int) -> str:
     return "one rank holds the whole copy" if ranks == 1 else f"{ranks} ranks share one copy"
 
 
-def _what(plan: Plan) -> list[str]:
+def what(plan: Plan) -> list[str]:
     a, b = plan.asked, plan.batch
     world = f"{a.ranks} rank{'s' * (a.ranks != 1)} on {a.nodes} node{'s' * (a.nodes != 1)}"
     world += f", {'CPUs' if a.device == 'cpu' else 'GPUs'}"
@@ -41,15 +42,14 @@ def _what(plan: Plan) -> list[str]:
     if a.replicas > 1:
         shard += f", {a.replicas} replicas"
     master = "FP32 masters" if a.master == "fp32" else f"pure {a.compute}: NO FP32 masters"
-    micros = f"{b.accumulation} micro-batch{'es' * (b.accumulation != 1)} of {b.micro} on each of {b.ranks} ranks"
+    batch = f"{b.ranks} rank{'s' * (b.ranks != 1)} x micro {b.micro} x accumulation {b.accumulation}"
+    batch += f" = {b.global_} sequences a step; x {a.seq_len:,} = {b.tokens_per_step:,} token slots a step"
     lines = [
         f"world      {world}; {shard}",
         f"precision  {a.compute} compute, {master}, {a.wire} wire, {a.sum} sum",
-        f"batch      {b.global_} sequences a step = {micros}; {b.tokens_per_step:,} token slots a step",
+        f"batch      {batch}",
+        _budget(plan),
     ]
-    steps = f"{plan.steps:,} steps" if plan.steps is not None else "steps: " + plan.horizon_reason
-    horizon = "" if plan.horizon is None else f"; the schedule spans {plan.horizon:,} ({plan.horizon_reason})"
-    lines.append(f"budget     {steps}{horizon}")
     count = "" if plan.parameters is None else f"{plan.parameters:,} parameters"
     if plan.trainable is not None and plan.trainable != plan.parameters:
         count += f" of which {plan.trainable:,} train"
@@ -60,6 +60,52 @@ def _what(plan: Plan) -> list[str]:
         most = f"up to {s.count} at once, the one being written included" if s.count > 1 else "one, at the end"
         lines.append(f"           {most}: {format_bytes(s.kept_bytes)} in the run directory")
     return lines
+
+
+def _budget(plan: Plan) -> str:
+    b = plan.batch
+    if plan.steps is not None:
+        slots = f"{plan.steps * b.tokens_per_step:,} token slots"
+        text = f"{plan.steps:,} step{'s' * (plan.steps != 1)} = {plan.steps * b.global_:,} sequences = {slots}"
+    elif plan.tokens is not None and plan.least_steps is not None:
+        text = f"{plan.tokens:,} tokens = {plan.least_steps:,} steps or more: padded slots hold none"
+    else:
+        text = "steps: " + plan.horizon_reason
+    horizon = "" if plan.horizon is None else f"; the schedule spans {plan.horizon:,} ({plan.horizon_reason})"
+    return f"budget     {text}{horizon}"
+
+
+def why(a: Asked) -> str:
+    """What the bytes of states are made of, for one trainable parameter, and who shares them."""
+    c = bytes_of(a.compute)
+    master = c if a.master == "compute" else 4
+    gradient = master if a.engine == "fsdp2" else 4  # the others sum in FP32 whatever the masters are
+    name = "master" if master == 4 else "weight"
+    parts = f"{master} {name} + {gradient} gradient + {2 * master} moments"
+    if a.shard_size > 1:
+        parts += f", shared by {a.shard_size} ranks"
+    total, copy = 3 * master + gradient, ""
+    if master < c or (master == c and a.engine != "deepspeed"):
+        copy = f"; {'masters' if master == 4 else 'weights'} compute, so there is no working copy"
+    elif a.engine == "fsdp2":
+        copy = f"; the {c} B of a working copy are gathered " + (
+            "for a block at a time" if a.stage == 3 else "for forward and backward"
+        )
+    elif a.engine == "ddp" or a.stage < 3:
+        total, copy = (
+            total + c,
+            f"; + {c} for the working copy that {'ddp' if a.engine == 'ddp' else 'each rank'} keeps whole",
+        )
+    elif c == 4 and a.offload != "optimizer":
+        copy = "; masters compute, so there is no working copy"
+    else:
+        total, copy = total + c, f"; + {c} for the working copy, shared too"
+    usual = ""
+    if master == 4 and c < 4:
+        usual = "; elsewhere told as 2 + 2 + 12, with the gradient in 16 bit"
+    elif master < 4:
+        usual = f"; without FP32 masters it is less than 16, and steps below a weight's last {8 * c}-bit digit are lost"
+    return f"{total:.2f} B a trainable parameter: {parts}{copy}{usual}"
 
 
 def _memory(plan: Plan) -> list[str]:
@@ -82,8 +128,9 @@ def _memory(plan: Plan) -> list[str]:
         )
     total = ("the rank's peak", "", "", format_bytes(plan.peak_bytes), f"at {plan.peak_moment}")
     lines += _table(("row", "at rest", "own peak", "at the peak", "from"), [*cells, total])
-    per = f" = {plan.states_bytes / plan.trainable:.2f} B a trainable parameter" if plan.trainable else ""
+    per = f" = {plan.states_bytes / plan.trainable:.2f} B a trainable parameter on this rank" if plan.trainable else ""
     lines.append(f"  states (parameters, working, gradients, moments) {format_bytes(plan.states_bytes)}{per}")
+    lines.append(f"  why {why(plan.asked)}")
     if plan.memory_bytes is None:
         lines.append("fits       unknown: give --memory, such as 80GiB, to hear a verdict")
     else:
@@ -93,10 +140,40 @@ def _memory(plan: Plan) -> list[str]:
             f"fits       {verdict}: {format_bytes(plan.peak_bytes)} of {format_bytes(plan.memory_bytes)}{close}"
         )
     if plan.suggestions:
-        lines.append("try" if plan.fits is False else "room for")
-        lines += [f"  {suggestion}" for suggestion in plan.suggestions]
+        enough = any(suggestion.fits for suggestion in plan.suggestions)
+        said = "room for" if plan.fits else "smallest changes that make it fit" if enough else "nearest"
+        lines += [said, *(f"  {suggestion}" for suggestion in plan.suggestions)]
     if plan.fits is False and not any(suggestion.fits for suggestion in plan.suggestions):
-        lines.append(f"none of it is enough, nor all together: it takes {BEYOND}")
+        lines.append("none of it is enough, nor all together: it takes " + takes(plan))
+    return [*lines, *_candidates(plan)]
+
+
+def takes(plan: Plan) -> str:
+    """What a job needs that no settings make fit."""
+    if plan.more_ranks is None:
+        return f"{BEYOND}; no number of ranks is enough by itself".replace("more ranks, ", "")
+    rest = BEYOND.replace("more ranks, ", "")
+    return f"{plan.more_ranks}; or {rest}"
+
+
+def _candidates(plan: Plan) -> list[str]:
+    if not plan.candidates:
+        return []
+    cells = [
+        (
+            format_bytes(c.peak_bytes) + ("*" if c.is_close else ""),
+            format_bytes(c.sent_within),
+            format_bytes(c.sent_between),
+            f"{c.recompute:.0%}",
+            f"{c.asked.micro} x {c.asked.accumulation}",
+            c.change or "as configured",
+        )
+        for c in plan.candidates
+    ]
+    head = ("peak", "sent in node", "sent between", "recompute", "micro x accum", "settings")
+    lines = ["", "settings that fit, cheapest first", *_table(head, cells)]
+    if any(c.is_close for c in plan.candidates):
+        lines.append(f"  * by less than the estimate is good for ({MARGIN:.0%})")
     return lines
 
 
@@ -123,8 +200,47 @@ def _traffic(plan: Plan) -> list[str]:
 
 def text(plan: Plan) -> str:
     """The plan in lines of text, without a final line break."""
-    lines = [*_what(plan), *_memory(plan), *_traffic(plan)]
+    lines = [*what(plan), *_memory(plan), *_traffic(plan)]
     if plan.flops_per_token is not None:
         rate = f"{plan.flops_per_token / 1e9:.3g} GFLOP a token"
         lines.append(f"compute    {rate}, forward and backward, attention counted as its causal half")
     return "\n".join(lines)
+
+
+def beside_text(folder: str, plan: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    """What a run planned and what it measured. plan: its plan.json. rows: as plan_command.beside gives them."""
+    lines = [f"run        {folder}: {plan.get('ranks')} ranks on {plan.get('nodes')} nodes, {plan.get('model')}"]
+    if not rows:
+        lines.append("measured   nothing yet: a run writes ledger.json after its first applied step")
+        rows = [
+            {"row": r["row"], "planned_bytes": r["rest_bytes"], "cause": r.get("formula", "")}
+            for r in plan.get("rows", [])
+        ]
+    cells = [
+        (
+            str(r["row"]),
+            ", ".join(r.get("dtypes", ())) or "-",
+            _ranks(r.get("ranks", ())),
+            _bytes(r["planned_bytes"]),
+            _bytes(r.get("measured_min_bytes")),
+            _bytes(r.get("measured_max_bytes")),
+            _bytes(r.get("difference_bytes"), signed=True),
+            str(r["cause"]),
+        )
+        for r in rows
+    ]
+    head = ("row", "dtype", "ranks", "planned", "measured, least", "most", "difference", "cause")
+    return "\n".join([*lines, "", *_table(head, cells)])
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if not ranks:
+        return "-"
+    whole = list(ranks) == list(range(ranks[0], ranks[-1] + 1))
+    return f"{ranks[0]}-{ranks[-1]}" if whole and len(ranks) > 1 else ",".join(map(str, ranks))
+
+
+def _bytes(count: int | None, signed: bool = False) -> str:
+    if count is None:
+        return "-"
+    return ("+" if signed and count > 0 else "") + format_bytes(count)

@@ -5,6 +5,7 @@ A thread, not a process: assembling rows is a few copies, and a thread cannot di
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -39,6 +40,10 @@ class Batch:
     labels: int
     tokens: int
     slots: int
+
+    def tensors(self) -> Iterator[Tensor]:
+        for micro in self.micros:
+            yield from (micro.input_ids, micro.position_ids, micro.index, micro.targets)
 
 
 class Feed:

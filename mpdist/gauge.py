@@ -81,7 +81,9 @@ class Gauge(TorchDispatchMode):
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._open:
                     row, site = self._where(sys._getframe(1))
-                    self._begin(storage, row, tensor.dtype, site)
+                    span = self._begin(storage, row, tensor.dtype, site)
+                    if _among(storage, (args, kwargs)):  # written into: it was there all the time
+                        span.begin = 0
         return out
 
     def __enter__(self) -> Gauge:
@@ -90,8 +92,9 @@ class Gauge(TorchDispatchMode):
         gauge = self
 
         def resized(storage: Any, size: Any) -> Any:
+            before = storage.nbytes()
             done = resize(storage, size)
-            gauge._changed(storage)
+            gauge._changed(storage, before)
             return done
 
         torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
@@ -112,17 +115,24 @@ class Gauge(TorchDispatchMode):
             self._held.pop(key, None)
             last = self._open.pop(key, None)
             if last is not None:
+                # A moment of its own: what an operation read was still there beside what it made.
+                self.now += 1
                 last.end = self.now
 
         self._held[key] = weakref.ref(storage, gone)
         return span
 
-    def _changed(self, storage: Any) -> None:
-        span = self._open.get(storage._cdata)
-        if span is None or span.size == storage.nbytes():
+    def _changed(self, storage: Any, before: int) -> None:
+        span, size = self._open.get(storage._cdata), storage.nbytes()
+        if size == before:
+            return
+        if span is None:  # made before the gauge was there
+            row, site = self._where(sys._getframe(1))
+            self.spans.append(Span(row, before, 0, self.now))
+            self._begin(storage, row, torch.uint8, site)
             return
         span.end = self.now
-        again = Span(span.row, storage.nbytes(), self.now, None, span.dtype, span.site)
+        again = Span(span.row, size, self.now, None, span.dtype, span.site)
         self.spans.append(again)
         self._open[storage._cdata] = again
 
@@ -154,6 +164,8 @@ class Gauge(TorchDispatchMode):
 
     def follow(self, leaves: Iterable[Tensor]) -> None:
         """What backward makes as the gradient of one of these leaves counts to `comm`: it is on its way to its sum."""
+        if self._hooks:
+            return
 
         def arrived(leaf: Tensor) -> None:
             span = None if leaf.grad is None else self._open.get(leaf.grad.untyped_storage()._cdata)
@@ -206,17 +218,32 @@ class Gauge(TorchDispatchMode):
                 best = total, dict(held), moment
         return best if best[1] else (sum(before[1].values()), before[1], begin)
 
-    def own_peaks(self) -> dict[str, int]:
-        """The most that each row ever held."""
-        found: dict[str, int] = defaultdict(int)
-        for _, held in self.samples():
+    def own_peaks(self) -> dict[str, tuple[int, int]]:
+        """The most that each row ever held, and the moment at which it did."""
+        found: dict[str, tuple[int, int]] = {}
+        for moment, held in self.samples():
             for row, size in held.items():
-                found[row] = max(found[row], size)
-        return dict(found)
+                if size > found.get(row, (0, 0))[0]:
+                    found[row] = size, moment
+        return found
 
-    def alive(self) -> list[Span]:
-        """Spans that have not ended."""
-        return list(self._open.values())
+    def largest_site(self, row: str, moment: int) -> str:
+        """file:line that had made most of what `row` held at that moment; empty where that is not known."""
+        sizes: dict[str, int] = defaultdict(int)
+        for span in self.spans:
+            if span.row == row and span.begin <= moment and (span.end is None or span.end > moment):
+                sizes[span.site] += span.size
+        return max(sizes, key=lambda site: sizes[site], default="")
+
+    def open(self) -> dict[int, Span]:
+        """Spans that have not ended, by the address of their storage."""
+        return dict(self._open)
+
+
+def _among(storage: Any, given: Any) -> bool:
+    """Whether one of the tensors given lies in this storage."""
+    tensors = (t for t in tree_leaves(given) if isinstance(t, Tensor) and not _wraps(t))
+    return any(tensor.untyped_storage()._cdata == storage._cdata for tensor in tensors)
 
 
 def _wraps(tensor: Any) -> bool:

@@ -55,6 +55,11 @@ class Optimizer:
             state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
         return state
 
+    def allocate(self) -> None:
+        """Makes the moments of every part now: what does not fit fails before the first window, not at its end."""
+        for index in range(len(self.params)):
+            self.moments(index)
+
     def _step_device(self, param: Tensor) -> torch.device:
         return param.device if self.adam.defaults["fused"] else torch.device("cpu")
 

@@ -107,12 +107,18 @@ class Session:
         self.saved_step: int | None = None  # of the newest checkpoint in this run's directory
         self.saved_attempt = 0  # of the newest save, whatever became of it
         self.compiling = cfg.model.compile != "none"
-        self.wants_ledger = True
+        # DeepSpeed fetches ahead from its third forward on.
+        self.measure = ledger.Measure(
+            self.parts.engine, self.parts.optimizer, self.rank,
+            at=3 if (cfg.shard.engine, cfg.shard.stage) == ("deepspeed", 3) else 1,
+            followed=self.device.type == "cpu" and not self.compiling,
+        )  # fmt: skip
         self.telemetry = Telemetry(self.parts.optimizer, self.parts.wire)
         self.figures: dict[str, float] = {}
         self.reach: diagnose.Reach | None = diagnose.Reach(self.parts.engine)
         with self.clock("load"):
             self.resume(mode)
+            self.parts.optimizer.allocate()
         faults = cfg.drill.model_dump(exclude_none=True)
         self.drill = Drill(faults, self.rank, self.count.fired, self.drilled)
         self.tracker = Tracker(cfg.track.wandb.mode, cfg.track.wandb.project, cfg.name, self.run.path,
@@ -436,14 +442,15 @@ class Session:
         shelf.retain(self.run.checkpoints, step, keep.keep, keep.keep_best, self.damaged)
 
     def write_ledger(self, gradients: list[torch.Tensor]) -> None:
-        """Collective, once: the live tensors of every rank by class, beside the plan."""
-        self.wants_ledger = False
-        parts = self.parts
-        rows = ledger.measure(parts.engine.parts, gradients, parts.optimizer, parts.module, self.rank)
+        """Collective: the live tensors of every rank by class, beside the plan. Twice where a later window shows more."""
         everywhere: list[Any] = [None] * self.seat.world.ranks
-        dist.all_gather_object(everywhere, rows)
+        dist.all_gather_object(everywhere, self.measure.take(gradients))
         if self.first:
-            self.run.ledger(ledger.beside_plan([row for part in everywhere for row in part], self.ledger_plan))
+            rows = ledger.beside_plan([row for part in everywhere for row in part], self.ledger_plan)
+            self.run.ledger(rows)
+            if not self.measure.due:
+                for text in ledger.warnings(rows):
+                    self.warn(text)
 
     # -- endings ------------------------------------------------------------------------------------------------
 

@@ -48,7 +48,7 @@ def loop(s: Session) -> bool:
         if s.drill:
             s.drill.strike(window.attempt + 1)
         before = clock.seconds("train")
-        with clock("compile" if s.compiling else "train"):
+        with s.measure.window(batch.tensors()), clock("compile" if s.compiling else "train"):
             out = attempt(s, batch)
         s.compiling = False
         s.saver.step_took(clock.seconds("train") - before)
@@ -108,6 +108,7 @@ def attempt(s: Session, batch: Batch) -> Outcome:
             objective, micro_loss = objective * math.nan, micro_loss * math.nan
         if s.reach is not None:
             s.reach.look(objective)
+        s.measure.forwarded()
         if s.drill and s.drill.overflow(number, i + 1):
             engine.poison()
         objective.backward()
@@ -127,7 +128,7 @@ def attempt(s: Session, batch: Batch) -> Outcome:
         parts.optimizer.step(gradients, parts.lr(window.step))
         s.figures = s.telemetry.read()
         engine.refresh()
-        if s.wants_ledger:
+        if s.measure.due:
             s.write_ledger(gradients)
     s.wire_bytes = parts.wire.bytes.take()
     if decision.applied:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpdist import paper, svg_charts
 from mpdist.plan_memory import MARGIN
@@ -40,7 +40,7 @@ INKS: dict[str, Ink] = {
     "optimizer_temporaries": Ink("#009e73", "up"),
     "snapshot": Ink("#0072b2", "down", on="#ffffff"),
 }
-OTHER = Ink("#666666", "up")
+OTHER = Ink("#666666")
 STATES = ("parameters", "working", "gradients", "moments")
 A_PAGE = 560.0  # pixels: bars that one page of paper has room for beside their heading, key and axis
 
@@ -83,8 +83,8 @@ class View:
     """What the page shows, in bytes of the rank that holds the most.
 
     curve: (moment, bytes by row) in the order of a step. simulated: the same of a simulation; samples: (index, bytes by
-    row), finer, of what ``samples_of`` says. measured: bytes by row of a run's ledger between steps, and its "peak".
-    host: rows in host memory, drawn apart.
+    row), finer, of what ``samples_of`` says. measured: (planned, measured) bytes by row, as a run's ledger holds them against
+    each other. host: rows in host memory, drawn apart.
     Raises ValueError where a candidate's rows do not add up to its peak.
     """
 
@@ -98,7 +98,7 @@ class View:
     simulated: Sequence[tuple[str, Held]] = ()
     samples: Sequence[tuple[float, Held]] = ()
     samples_of: str = ""
-    measured: Held | None = None
+    measured: Mapping[str, tuple[int, int]] | None = None
     memory_bytes: int | None = None
     host: frozenset[str] = frozenset()
 
@@ -117,7 +117,7 @@ class View:
         return max(totals, key=lambda total: total[0])
 
 
-def view_of(plan: Plan, measured: Held | None = None) -> View:
+def view_of(plan: Plan, measured: Mapping[str, tuple[int, int]] | None = None) -> View:
     """What ``page`` draws of a plan and the candidates it has; measured as View has it."""
     from mpdist.plan_text import what
 
@@ -181,6 +181,18 @@ def _cost(within: int, between: int, recompute: float | None, host: int, close: 
     return "; ".join(parts)
 
 
+def measured_of(pairs: Iterable[Mapping[str, Any]]) -> dict[str, tuple[int, int]]:
+    """View's ``measured`` from what plan_command.beside makes of a ledger: of each row the rank that is furthest off."""
+    found: dict[str, tuple[int, int]] = {}
+    for pair in pairs:
+        if pair["measured_max_bytes"] is not None:
+            gap, planned = pair["difference_bytes"], pair["planned_bytes"] or 0
+            before = found.get(pair["row"], (0, 0))
+            measured = pair["measured_max_bytes"] if gap is None else planned + gap
+            found[pair["row"]] = (before[0] + planned, before[1] + measured)
+    return found
+
+
 def page(view: View) -> str:
     """The whole file. One section a page of paper; text that the drawings repeat stands in the tables too."""
     style = _style(view)
@@ -193,8 +205,10 @@ def page(view: View) -> str:
         body.append(paper.section("The same step, simulated", _simulated(view, style)))
     if view.candidates:
         body.append(paper.section("Settings that could be taken", _candidates(view, style)))
+    if measured := _measured(view, style):
+        body.append(paper.section("Planned and measured", measured))
     if view.rows:
-        body.append(paper.section("Every row, and where it comes from", _measured(view, style) + _rows(view, style)))
+        body.append(paper.section("Every row, and where it comes from", _rows(view, style)))
     if view.traffic:
         body.append(paper.section("What a rank sends in a step", _traffic(view), apart=False))
     if view.footnotes:
@@ -208,10 +222,12 @@ def page(view: View) -> str:
 
 def _style(view: View) -> Style:
     everywhere: list[Held] = [held for _, held in (*view.curve, *view.simulated, *view.samples)]
-    everywhere += [one.rows for one in view.candidates] + [{r.row: r.peak for r in view.rows}, view.measured or {}]
+    everywhere += [one.rows for one in view.candidates] + [{r.row: r.peak for r in view.rows}]
+    everywhere.append(dict.fromkeys(view.measured or (), 0))
     rows = dict.fromkeys(row for held in everywhere for row in held)
     inks = {row: INKS[row] for row in INKS if row in rows} | {row: OTHER for row in rows if row not in INKS}
-    return Style(inks, {row: row.replace("_", " ") for row in inks}, view.memory_bytes)
+    names = {row: row.replace("_", " ") for row in inks} | {"peak": "the rank's peak"}
+    return Style(inks, names, view.memory_bytes)
 
 
 def _stacks(style: Style, held: Iterable[Held]) -> list[Parts]:
@@ -312,21 +328,13 @@ def _visible(stacks: Sequence[Parts], end: float) -> list[str]:
 
 
 def _measured(view: View, style: Style) -> str:
-    """Planned and measured bars, one above the other; nothing without a ledger."""
-    found = {row: n for row, n in view.on_device(view.measured or {}).items() if row != "peak"}
-    if not found:
+    """Planned and measured, row by row; nothing without a ledger."""
+    measured = view.measured or {}
+    items = [(row, *measured[row]) for row in style.inks if any(measured.get(row, ()))]
+    if not items:
         return ""
-    planned = {r.row: r.rest for r in view.rows if r.row in found}
-    stacks = _stacks(style, [planned, found])
-    items = [
-        Bar(label, parts, format_bytes(sum(n for _, n in parts)))
-        for label, parts in zip(("planned, between steps", "measured"), stacks, strict=True)
-    ]
-    apart = Style(style.inks, style.names)
-    drawing = svg_charts.bars(apart, items, "Stacked bytes of the rows that were measured, planned and measured")
-    return paper.figure(
-        paper.legend(style, [row for row, _ in stacks[0]]) + drawing, "Rows that the run's ledger has measured"
-    )
+    caption = "Bars: what the run's ledger has measured, on the rank that is furthest off. Strokes: what was planned."
+    return paper.figure(svg_charts.bullets(style, items, "Bytes of each row, planned and measured"), caption)
 
 
 # --------------------------------------------------------------------------------------------------- tables
@@ -340,14 +348,14 @@ def _rows(view: View, style: Style) -> str:
     def cells(r: TableRow, on_host: bool) -> list[str]:
         name = f"{swatch(style, r.row)} {escape(style.name(r.row))}{' (host)' if on_host else ''}"
         at_peak = "-" if on_host else format_bytes(r.at_peak)
-        return [name, format_bytes(r.rest), format_bytes(r.peak), at_peak, *against(r.row, r.rest), escape(r.formula)]
+        return [name, format_bytes(r.rest), format_bytes(r.peak), at_peak, *against(r.row), escape(r.formula)]
 
-    def against(row: str, planned: int) -> list[str]:
+    def against(row: str) -> list[str]:
         if not measured:
             return []
-        count = measured.get(row)
-        if count is None:
+        if row not in measured:
             return ["-", "-"]
+        planned, count = measured[row]
         if count == planned:
             return [format_bytes(count), "none"]
         gap = f"{'+' if count > planned else '-'}{format_bytes(abs(count - planned))}"
@@ -359,7 +367,7 @@ def _rows(view: View, style: Style) -> str:
     total = list[str]()
     if view.curve:
         peak, moment = view.peak
-        total = ["<b>the rank's peak</b>", "", "", f"<b>{format_bytes(peak)}</b>", *against("peak", peak)]
+        total = ["<b>the rank's peak</b>", "", "", f"<b>{format_bytes(peak)}</b>", *against("")]
         total.append(f"at {escape(moment)}")
     return paper.table(head, [device, [total] if total else [], host], range(1, len(head) - 1))
 

@@ -341,6 +341,13 @@ ORDER = (
 )
 
 
+# The moments of a step in the order in which they come.
+MOMENTS = (
+    *("rest", "forward", "the loss", "the start of backward", "the first reduction", "the last block's reduction"),
+    *("the end of backward", "the reduction", "the optimizer's step"),
+)
+
+
 def _held(asked: Asked, arch: Arch) -> Held:
     """Under the engines of our own; see plan_zero for DeepSpeed."""
     s = _sizes(asked, arch)
@@ -413,4 +420,5 @@ def ledger_of(asked: Asked, arch: Arch) -> Ledger:
         there = (always | changing[when]).get(name, 0)
         out.append(Row(name, rest.get(name, 0), own, texts[name], there, name in host))
     moments = {"rest": rest | {"overhead": OVERHEAD[asked.device]}} | {n: always | h for n, h in changing.items()}
-    return Ledger(tuple(out), totals[when], when, tuple(moments.items()))
+    in_order = tuple(sorted(moments.items(), key=lambda moment: MOMENTS.index(moment[0])))
+    return Ledger(tuple(out), totals[when], when, in_order)

@@ -291,3 +291,27 @@ def _verdict(canvas: Canvas, item: Bar, y: float) -> None:
         canvas.mark(x, y + 32, item.fits)
         said, colour = ("fits", GOOD) if item.fits else ("does not fit", BAD)
         canvas.text(x + 15, y + 32, said, 11, fill=colour)
+
+
+def bullets(style: Style, items: Sequence[tuple[str, int, int]], label: str) -> str:
+    """A bar for what was measured and an upright stroke for what was planned. items: (part, planned, measured) bytes."""
+    wide, head, each = WIDTH - _NAME - 250.0, 24.0, 23.0
+    top = reach(max(max(planned, measured) for _, planned, measured in items), None)
+    canvas = Canvas(WIDTH, head + each * len(items) + 2, label)
+    for count, text in [(0, "0"), *ticks(top, 8)]:
+        x = _NAME + wide * count / top
+        canvas.line(x, head - 8, x, canvas.height, RULE if count else BLACK, stroke_width=1)
+        canvas.text(x, head - 13, text, 11, "middle", fill=GREY)
+    for i, (part, planned, measured) in enumerate(items):
+        y, title = head + each * i, f"{style.name(part)}: measured {format_bytes(measured)}"
+        canvas.text(_NAME - 12, y + 13, style.name(part), 12, "end")
+        size = wide * measured / top
+        canvas.inked(_NAME, y + 2, size, 14, style.inks[part], title, data_part=part, data_bytes=measured)
+        x = _NAME + wide * planned / top
+        canvas.line(x, y - 2, x, y + 20, "#ffffff", stroke_width=5)
+        canvas.line(x, y - 2, x, y + 20, BLACK, stroke_width=2.4, class_="planned")
+        gap = f"{(measured - planned) / planned:+.1%}" if planned and measured != planned else ""
+        gap = gap or ("as planned" if measured == planned else "not planned")
+        canvas.text(WIDTH - 150, y + 13, format_bytes(measured), 12, "end", bold=True)
+        canvas.text(WIDTH - 138, y + 13, gap, 11)
+    return str(canvas)

@@ -15,7 +15,8 @@ from pictures import GIB, view
 
 from mpdist import arch, plan, svg
 from mpdist.config import load
-from mpdist.plan_html import INKS, Choice, View, page, view_of
+from mpdist.plan_html import INKS, Choice, View, measured_of, page, view_of
+from mpdist.plan_memory import MOMENTS, Asked, ledger_of
 from mpdist.plan_text import text
 from mpdist.svg import text_width, ticks, wrapped
 from mpdist.svg_charts import Bar, bars, columns
@@ -142,22 +143,50 @@ def test_a_model_that_is_not_known_yet_has_no_bytes_and_says_so(tmp_path: Path) 
 
 
 def test_measured_rows_stand_beside_the_planned_ones() -> None:
-    seen = view(measured={"parameters": 4 * GIB, "moments": 9 * GIB, "peak": 52 * GIB})
-    html = page(seen)
-    assert "+1.00 GiB (+12.5%)" in html, "moments"
+    pairs = [
+        {"row": "parameters", "planned_bytes": 4 * GIB, "measured_max_bytes": 4 * GIB, "difference_bytes": 0},
+        # The rank that is furthest off is not the one that holds the most.
+        {"row": "moments", "planned_bytes": 8 * GIB, "measured_max_bytes": 9 * GIB, "difference_bytes": -2 * GIB},
+        {"row": "unaccounted", "planned_bytes": 0, "measured_max_bytes": GIB, "difference_bytes": None},
+        {"row": "unaccounted", "planned_bytes": 0, "measured_max_bytes": GIB, "difference_bytes": GIB},
+        {"row": "snapshot", "planned_bytes": 12 * GIB, "measured_max_bytes": None, "difference_bytes": None},
+    ]
+    measured = measured_of(pairs)
+    assert measured == {
+        "parameters": (4 * GIB, 4 * GIB),
+        "moments": (8 * GIB, 6 * GIB),
+        "unaccounted": (0, 2 * GIB),
+    }
+    html = page(view(measured=measured))
+    assert "-2.00 GiB (-25.0%)" in html
     assert html.count(">none<") == 1, "parameters"
-    planned, measured = [{}, {}]  # type: dict[str, int], dict[str, int]
-    drawing = next(d for d in drawings(html) if "measured" in texts(d))
-    first = min(block["y"] for block in blocks(drawing))
-    for block in blocks(drawing):
-        (planned if block["y"] == first else measured)[block["part"]] = block["bytes"]
-    assert planned == {"parameters": 4 * GIB, "moments": 8 * GIB}
-    assert measured == {"parameters": 4 * GIB, "moments": 9 * GIB}
+    (drawing,) = [d for d in drawings(html) if "as planned" in texts(d)]
+    found = {block["part"]: block for block in blocks(drawing)}
+    assert {part: block["bytes"] for part, block in found.items()} == {row: n for row, (_, n) in measured.items()}
+    strokes = [float(line.attrib["x1"]) for line in drawing.iter("line") if line.attrib.get("class") == "planned"]
+    scale = found["moments"]["width"] / (6 * GIB)
+    assert [(x - found["moments"]["x"]) / scale / GIB for x in strokes] == pytest.approx([4, 8, 0], abs=0.01)
+    assert {"as planned", "-25.0%", "not planned"} <= set(texts(drawing))
 
 
 def test_a_candidate_whose_rows_are_not_its_peak_is_refused() -> None:
     with pytest.raises(ValueError, match="rows of 3 bytes, a peak of 4"):
         view(candidates=[Choice("x", {"parameters": 1, "moments": 2}, 4)])
+
+
+def test_moments_come_in_the_order_of_a_step() -> None:
+    shape = arch.look(LLAMA)
+    assert isinstance(shape, arch.Arch)
+    seen = set()
+    for engine in ("ddp", "fsdp2", "deepspeed"):
+        for stage in (1, 2, 3):
+            for when in ("every", "last"):
+                asked = Asked(ranks=8, nodes=1, micro=1, global_=64, seq_len=512, engine=engine, stage=stage, when=when)
+                names = [name for name, _ in ledger_of(asked, shape).moments]
+                assert (names[0], names[-1]) == ("rest", "the optimizer's step")
+                assert names == [name for name in MOMENTS if name in names]
+                seen |= set(names)
+    assert seen == set(MOMENTS)
 
 
 # -- to scale --------------------------------------------------------------------------------------------------

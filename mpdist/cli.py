@@ -49,8 +49,10 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{self.prog}: {message}", "", f"`{self.prog} --help` shows how it is used")
 
 
-def _with_config(parser: _Parser, required: bool = True) -> None:
-    parser.add_argument("config", nargs=None if required else "?", metavar="CONFIG", help="the run's YAML file")
+def _with_config(
+    parser: _Parser, required: bool = True, name: str = "CONFIG", text: str = "the run's YAML file"
+) -> None:
+    parser.add_argument("config", nargs=None if required else "?", metavar=name, help=text)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings for this run")
 
 
@@ -131,19 +133,42 @@ def _plan(argv: Sequence[str]) -> int:
     parser = _Parser(
         "plan",
         "What follows from a configuration, without a GPU and without torch: bytes a rank by tensor class, the batch\n"
-        "arithmetic, the traffic, and whether it fits. Exit status 3 if it does not.",
-        f"example:\n  mpdist plan configs/llama31_8b_1node.yaml --memory 80GiB\n\n{_OVERRIDES}",
+        "arithmetic, the traffic, whether it fits, and which settings do. Exit status 3 if it does not fit.\n"
+        "Of a run's directory: what it planned beside what its ranks measured.",
+        "examples:\n  mpdist plan configs/llama31_8b_1node.yaml --memory 80GiB\n"
+        f"  mpdist plan configs/llama31_8b_1node.yaml --memory 40GiB --suggest\n  mpdist plan runs/my-run\n\n{_OVERRIDES}",
     )
-    _with_config(parser)
+    _with_config(parser, name="CONFIG|RUN_DIR", text="the run's YAML file, or the directory of a run")
     _with_world(parser)
     _with_memory(parser)
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print the plan as JSON")
+    form.add_argument("--suggest", action="store_true", help="print the cheapest settings that fit, as YAML")
+    parser.add_argument("--html", metavar="FILE", help="draw the plan, and the settings that fit, into a file")
     arguments = _parse(parser, argv)
+    import os
+
+    if os.path.isdir(arguments.config):
+        given = [name for name in ("ranks", "nodes", "memory", "suggest", "overrides") if getattr(arguments, name)]
+        if given:
+            name = "KEY=VALUE" if given[0] == "overrides" else f"--{given[0]}"
+            parser.error(f"a run has its plan already: {name} is for a configuration")
+        from mpdist import plan_command
+
+        return plan_command.show(arguments.config, arguments.json, arguments.html)
     memory = _memory(arguments)
     resolved = _load(arguments)
-    from mpdist import plan
+    from mpdist import plan_command
 
-    return plan.run(resolved, ranks=arguments.ranks, nodes=arguments.nodes, memory_bytes=memory, as_json=arguments.json)
+    return plan_command.run(
+        resolved,
+        ranks=arguments.ranks,
+        nodes=arguments.nodes,
+        memory_bytes=memory,
+        as_json=arguments.json,
+        suggest=arguments.suggest,
+        html=arguments.html,
+    )
 
 
 def _config(argv: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""What follows from a configuration and a world: batch arithmetic, memory ledger, traffic, verdict and advice.
+"""What follows from a configuration and a world: batch arithmetic, memory ledger, traffic, verdict.
 
 Nothing here needs torch. The launcher makes a plan from the world it will start; the worker makes it again from the
 world it finds and refuses to go on if the two differ.
@@ -6,17 +6,17 @@ world it finds and refuses to go on if the two differ.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from mpdist.arch import Arch, Unknown, look, model_flops_per_token
-from mpdist.config import Config, Resolved, check_world
+from mpdist.arch import Arch, Unknown, model_flops_per_token
+from mpdist.config import Config, check_world
 from mpdist.errors import ConfigError, DoesNotFit, MpdistError, UsageError
-from mpdist.plan_memory import BEYOND, MARGIN, Asked, Row, loss_chunk_rows, rows
+from mpdist.plan_advice import Candidate, MoreRanks, Suggestion, advise
+from mpdist.plan_memory import MARGIN, Asked, Row, ledger_of, loss_chunk_rows
+from mpdist.plan_search import Search
 from mpdist.plan_traffic import Traffic, traffic
 from mpdist.space import Saves, planned
 from mpdist.units import format_bytes
@@ -31,10 +31,10 @@ __all__ = [
     "asked_of",
     "loss_chunk_rows",
     "make",
-    "run",
 ]
 
 STATES = ("parameters", "working", "gradients", "moments")
+PEAK_ERROR = 0.08  # stated relative error of the peak against tensors that are really there
 
 
 @dataclass(frozen=True)
@@ -49,19 +49,6 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Suggestion:
-    """A change of settings, the peak that it gives, and whether that fits (None without a memory to fit in)."""
-
-    change: str
-    peak_bytes: int
-    fits: bool | None
-
-    def __str__(self) -> str:
-        verdict = {True: "fits", False: "still too much", None: ""}[self.fits]
-        return f"{self.change}: peak {format_bytes(self.peak_bytes)}" + (f", {verdict}" if verdict else "")
-
-
-@dataclass(frozen=True)
 class Plan:
     """The whole plan; bytes are of the rank that holds the most. What depends on an unknown model is None."""
 
@@ -70,6 +57,7 @@ class Plan:
     steps: int | None
     horizon: int | None
     horizon_reason: str
+    tokens: int | None  # the budget's, where it counts them
     model: str
     parameters: int | None
     trainable: int | None
@@ -81,12 +69,18 @@ class Plan:
     memory_bytes: int | None
     fits: bool | None
     suggestions: tuple[Suggestion, ...]
+    more_ranks: MoreRanks | None
     traffic: tuple[Traffic, ...]
     flops_per_token: float | None
     loss_chunk_rows: int | None
     saves: Saves | None
+    # Bytes by row at each moment of a step, in its order; rows on the host included.
+    moments: tuple[tuple[str, dict[str, int]], ...] = ()
+    candidates: tuple[Candidate, ...] = ()  # settings that fit, cheapest first, where somebody has asked for them
 
     def to_json(self) -> dict[str, Any]:
+        from mpdist.plan_text import why
+
         a, b = self.asked, self.batch
         return {
             "ranks": a.ranks,
@@ -97,12 +91,15 @@ class Plan:
             "trainable_parameters": self.trainable,
             "rows": [_row_json(row) for row in self.rows],
             "states_bytes_per_rank": self.states_bytes,
+            "states_why": why(a),
             "peak_bytes_per_rank": self.peak_bytes,
             "peak_moment": self.peak_moment,
             "host_bytes_per_rank": self.host_bytes,
             "memory_bytes": self.memory_bytes,
             "fits": self.fits,
             "suggestions": [str(s) for s in self.suggestions],
+            "more_ranks": self.more_ranks.to_json() if self.more_ranks is not None else None,
+            "candidates": [c.to_json() for c in self.candidates],
             "batch": {
                 "micro": b.micro,
                 "accumulation": b.accumulation,
@@ -112,23 +109,48 @@ class Plan:
             },
             "steps": self.steps,
             "horizon": self.horizon,
+            "budget": {
+                "least_steps": self.least_steps,
+                "tokens": self.tokens,
+                "token_slots": None if self.steps is None else self.steps * b.tokens_per_step,
+            },
             "traffic": [t.json() for t in self.traffic],
             "model_flops_per_token": self.flops_per_token,
             "loss_chunk_rows": self.loss_chunk_rows,
             "checkpoint": self.saves.to_json() if self.saves is not None else None,
+            "moments": [{"moment": moment, "rows": held} for moment, held in self.moments],
         }
 
     def ledger(self) -> dict[str, dict[str, Any]]:
-        """What the measured ledger is held against: row -> bytes (at rest), peak, formula; row peak is the rank's."""
-        found = {r.row: {"bytes": r.rest_bytes, "peak": r.peak_bytes, "formula": r.formula} for r in self.rows}
+        """What the measured ledger is held against: row -> bytes (at rest), peak, formula, error (relative, as stated).
+
+        Row ``peak`` is the rank's without the overhead, which no tracker of tensors sees, and says that apart.
+        """
+        found: dict[str, dict[str, Any]] = {
+            r.row: {
+                "bytes": r.rest_bytes,
+                "peak": r.peak_bytes,
+                "formula": r.formula,
+                "error": getattr(r, "error", MARGIN),
+            }
+            for r in self.rows
+        }
         if self.peak_bytes is not None:
-            found["peak"] = {"bytes": self.peak_bytes, "peak": self.peak_bytes, "formula": f"at {self.peak_moment}"}
+            over = sum(r.at_peak_bytes for r in self.rows if r.row == "overhead")
+            peak = self.peak_bytes - over
+            found["peak"] = {"bytes": peak, "peak": peak, "overhead": over, "error": PEAK_ERROR}
+            found["peak"]["formula"] = f"at {self.peak_moment}"
         return found
 
     def text(self) -> str:
         from mpdist.plan_text import text
 
         return text(self)
+
+    @property
+    def least_steps(self) -> int | None:
+        """Steps that the budget takes where no slot is padding; None where data or the clock decide."""
+        return self.steps if self.tokens is None else -(-self.tokens // self.batch.tokens_per_step)
 
     @property
     def is_close(self) -> bool:
@@ -141,11 +163,13 @@ class Plan:
         """Raises DoesNotFit where the plan says that memory is too small; silent where it fits or cannot be known."""
         if self.fits is not False or self.peak_bytes is None or self.memory_bytes is None:
             return
-        do = [str(s) for s in self.suggestions if s.fits] or [str(s) for s in self.suggestions]
+        from mpdist.plan_text import takes
+
+        do = [str(s) for s in self.suggestions]
         raise DoesNotFit(
             f"the plan needs {format_bytes(self.peak_bytes)} a rank and there are {format_bytes(self.memory_bytes)}",
             f"the peak is at {self.peak_moment}; `mpdist plan` shows what holds it",
-            "; or ".join(do if any(s.fits for s in self.suggestions) else [*do, BEYOND]),
+            "; or ".join(do if any(s.fits for s in self.suggestions) else [*do, takes(self)]),
         )
 
 
@@ -192,6 +216,7 @@ def make(
         steps=steps,
         horizon=horizon,
         horizon_reason=why,
+        tokens=cfg.budget.tokens,
         model=f"{known.model_type}, from {known.source}" if known else f"unknown until the model is built: {reason}",
         parameters=None,
         trainable=None,
@@ -203,32 +228,35 @@ def make(
         memory_bytes=memory,
         fits=None,
         suggestions=(),
+        more_ranks=None,
         traffic=(),
         flops_per_token=None,
         loss_chunk_rows=None,
         saves=None if known is None else planned(cfg, asked, known),
     )
-    return base if known is None else _with_model(base, known, memory)
+    return base if known is None else _with_model(base, cfg, known, memory)
 
 
-def _with_model(base: Plan, arch: Arch, memory: int | None) -> Plan:
+def _with_model(base: Plan, cfg: Config, arch: Arch, memory: int | None) -> Plan:
     asked = base.asked
-    found, peak, moment = rows(asked, arch)
-    fits = None if memory is None else peak <= memory
+    found = ledger_of(asked, arch)
+    suggestions, more = advise(Search(cfg, asked, arch, memory)) if memory is not None else ([], None)
     return replace(
         base,
         parameters=arch.total,
         trainable=sum(p.count for p in arch.split(asked.freeze)[0]),
-        rows=tuple(found),
-        states_bytes=sum(row.rest_bytes for row in found if row.row in STATES),
-        peak_bytes=peak,
-        peak_moment=moment,
-        host_bytes=sum(row.rest_bytes for row in found if row.host),
-        fits=fits,
-        suggestions=tuple(_suggest(asked, arch, memory) if memory is not None else ()),
+        rows=found.rows,
+        states_bytes=sum(row.rest_bytes for row in found.rows if row.row in STATES),
+        peak_bytes=found.peak_bytes,
+        peak_moment=found.moment,
+        host_bytes=sum(row.rest_bytes for row in found.rows if row.host),
+        fits=None if memory is None else found.peak_bytes <= memory,
+        suggestions=tuple(suggestions),
+        more_ranks=more,
         traffic=tuple(traffic(asked, arch)),
         flops_per_token=model_flops_per_token(arch, asked.seq_len),
         loss_chunk_rows=loss_chunk_rows(arch.vocab, asked.micro * asked.seq_len, asked.loss_chunk),
+        moments=found.moments,
     )
 
 
@@ -313,103 +341,3 @@ def _span(cfg: Config) -> tuple[int | None, int | None, str]:
     if budget.seconds is not None:
         return None, None, "the clock decides how many steps there are; the schedule needs none"
     return None, None, "known once the data is prepared"
-
-
-# ----------------------------------------------------------------------------------------------- command
-
-
-def run(resolved: Resolved, *, ranks: int | None, nodes: int | None, memory_bytes: int | None, as_json: bool) -> int:
-    """`mpdist plan`: prints the plan; status 3 where it does not fit. ranks: of one node; None as the config says."""
-    cfg = resolved.config
-    if ranks is None and isinstance(cfg.launch.ranks, int):
-        ranks = cfg.launch.ranks
-    elif ranks is None:
-        from mpdist.place import visible_devices
-
-        ranks = 1 if cfg.launch.device == "cpu" else max(1, visible_devices(os.environ))
-    shape = look(cfg.model.path, cfg.model.config, cfg.model.revision)
-    plan = make(
-        cfg, shape, ranks, nodes or cfg.launch.nodes, memory_bytes, lambda name: resolved.origins.get(name, "config")
-    )
-    print(json.dumps(plan.to_json(), indent=2) if as_json else plan.text())
-    return DoesNotFit.status if plan.fits is False else 0
-
-
-# ------------------------------------------------------------------------------------------------ advice
-
-
-def _suggest(asked: Asked, arch: Arch, memory: int) -> list[Suggestion]:
-    """What to change, cheapest in speed first: each change alone, and the first of them together that fit.
-
-    Together only without one that fits alone. Where it fits already: the largest micro-batch that fits with the estimate's margin to spare.
-    """
-
-    def tried(change: str, trial: Asked) -> Suggestion:
-        peak = rows(trial, arch)[1]
-        return Suggestion(change, peak, peak <= memory)
-
-    peak = rows(asked, arch)[1]
-    if peak <= memory:
-        room = (1 - MARGIN) * memory
-        larger = [m for m in _micros(asked) if m > asked.micro and rows(replace(asked, micro=m), arch)[1] <= room]
-        return [tried(f"batch.micro={max(larger)}", replace(asked, micro=max(larger)))] if larger else []
-    found = [tried(change, replace(asked, **values)) for change, values in _changes(asked)]
-    found = [alone for alone in found if alone.peak_bytes < peak]
-    enough = {alone.change for alone in found if alone.fits}
-    together, settings = asked, dict[str, str]()
-    for change, values in _changes(asked):
-        if change in enough or rows(replace(together, **values), arch)[1] >= rows(together, arch)[1]:
-            continue
-        together = replace(together, **values)
-        settings |= dict(setting.split("=", 1) for setting in change.split(" "))  # a later value of a key replaces it
-        both = tried(" ".join(f"{key}={value}" for key, value in settings.items()), together)
-        if both.fits:
-            return [*found, both]
-    return found
-
-
-def _micros(asked: Asked) -> list[int]:
-    each = asked.global_ // asked.ranks
-    return [m for m in range(1, each + 1) if each % m == 0] if asked.global_ % asked.ranks == 0 else []
-
-
-def _changes(asked: Asked) -> list[tuple[str, dict[str, Any]]]:
-    out: list[tuple[str, dict[str, Any]]] = []
-    third: tuple[str, dict[str, Any]] = ("shard.stage=3", {"stage": 3})
-    if asked.stage == 1:  # which is what makes `last` the default
-        third = ("shard.stage=3 reduce.when=every", {"stage": 3, "when": "every"})
-    if asked.loss_chunk != "auto":
-        out.append(("memory.loss_chunk=auto", {"loss_chunk": "auto"}))
-    if asked.engine == "ddp" and asked.ranks > 1:
-        out.append(("shard.engine=fsdp2 shard.stage=3", {"engine": "fsdp2", "stage": 3}))
-    if asked.engine != "ddp":
-        if asked.stage < 3:
-            out.append(third)
-        # Below stage 3 deepspeed keeps gradients whole for `last` even with one micro-batch.
-        if asked.when == "last" and (asked.accumulation > 1 or (asked.engine == "deepspeed" and asked.stage < 3)):
-            out.append(("reduce.when=every", {"when": "every"}))
-    if asked.checkpointing == "none":
-        out.append(("memory.checkpointing=selective", {"checkpointing": "selective"}))
-    smaller = sorted((m for m in _micros(asked) if m < asked.micro), reverse=True)
-    for micro in smaller[:2]:
-        out.append((f"batch.micro={micro}", {"micro": micro}))
-    if asked.checkpointing != "full":
-        out.append(("memory.checkpointing=full", {"checkpointing": "full"}))
-    if asked.replicas > 1:
-        out.append(("shard.replicas=1", {"replicas": 1}))
-    if 1 in smaller[2:]:
-        out.append(("batch.micro=1", {"micro": 1}))
-    if asked.compute == "fp32":
-        out.append(("precision.compute=bf16", {"compute": "bf16"}))
-    if asked.device == "cuda" and asked.engine == "deepspeed" and asked.offload != "all":
-        if asked.offload == "none":
-            out.append(("shard.offload=optimizer", {"offload": "optimizer"}))
-        before, values = ("", {}) if asked.stage == 3 else (f"{third[0]} ", third[1])
-        out.append((f"{before}shard.offload=all", {**values, "offload": "all"}))
-    elif asked.device == "cuda" and asked.offload == "none":
-        if asked.engine == "fsdp2":
-            out.append(("shard.offload=all", {"offload": "all"}))
-        elif asked.ranks > 1:
-            sharded = {"engine": "fsdp2", "stage": 3, "offload": "all"}
-            out.append(("shard.engine=fsdp2 shard.stage=3 shard.offload=all", sharded))
-    return out

@@ -324,7 +324,7 @@ def test_a_dry_run_shows_all_and_writes_nothing(tmp_path: Path, capsys: pytest.C
     printed = dry_run(resolved, capsys, ranks=2)
     lr = next(line for line in printed.splitlines() if line.startswith("optim.lr"))
     assert lr.split() == ["optim.lr", "0.001", "command", "line"]
-    assert "12 micro-batches of 1 on each of 2 ranks" in printed
+    assert "2 ranks x micro 1 x accumulation 12 = 24 sequences a step" in printed
     command = printed.splitlines()[-1]
     assert "-m torch.distributed.run --nproc-per-node 2 --nnodes 1 --max-restarts 0" in command
     assert command.endswith(f"-m mpdist {tmp_path}/runs/a/config.yaml")

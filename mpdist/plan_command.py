@@ -1,0 +1,225 @@
+"""`mpdist plan`: the plan of a configuration with its advice, or what a run planned beside what it measured."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mpdist.arch import Arch, Unknown, look
+from mpdist.config.load import COMMAND_LINE
+from mpdist.config.write import block
+from mpdist.errors import DoesNotFit, UsageError
+from mpdist.plan import Plan, make
+from mpdist.plan_advice import Candidate, candidates
+from mpdist.plan_memory import MARGIN
+from mpdist.plan_search import KEYS, Search
+from mpdist.units import format_bytes
+
+if TYPE_CHECKING:
+    from mpdist.config import Resolved
+
+# What decides bytes beside the keys that advice sets: given on the command line, it has to be in the fragment too.
+_DECIDING = ("batch.", "shard.", "precision.", "reduce.", "memory.", "data.seq_len", "data.packing", "model.attention",
+             "model.freeze", "optim.fused", "checkpoint.background", "launch.device")  # fmt: skip
+
+
+def run(
+    resolved: Resolved,
+    *,
+    ranks: int | None,
+    nodes: int | None,
+    memory_bytes: int | None,
+    as_json: bool,
+    suggest: bool = False,
+    html: str | None = None,
+) -> int:
+    """Prints the plan; status 3 where it does not fit. ranks: of one node; None as the config says.
+
+    suggest: print the cheapest settings that fit as YAML instead; status 3 where none do. html: a file to draw it into.
+    """
+    cfg = resolved.config
+    nodes = nodes or cfg.launch.nodes
+    ranks = _ranks(resolved) if ranks is None else ranks
+    if suggest and memory_bytes is None:
+        raise UsageError(
+            "--suggest", "it asks what fits, and no memory is given", "give --memory, such as 80GiB, or --gpu"
+        )
+    shape = look(cfg.model.path, cfg.model.config, cfg.model.revision)
+    plan = make(cfg, shape, ranks, nodes, memory_bytes, lambda name: resolved.origins.get(name, "config"))
+    if memory_bytes is not None and isinstance(shape, Arch):
+        plan = replace(plan, candidates=tuple(candidates(Search(cfg, plan.asked, shape, memory_bytes))))
+    if html is not None:
+        _draw(plan, html)
+    if suggest:
+        print(fragment(resolved, plan, shape), end="")
+        return 0
+    print(json.dumps(plan.to_json(), indent=2) if as_json else plan.text())
+    return DoesNotFit.status if plan.fits is False else 0
+
+
+def _ranks(resolved: Resolved) -> int:
+    launch = resolved.config.launch
+    if isinstance(launch.ranks, int):
+        return launch.ranks
+    from mpdist.place import visible_devices
+
+    return 1 if launch.device == "cpu" else max(1, visible_devices(os.environ))
+
+
+def fragment(resolved: Resolved, plan: Plan, shape: Arch | Unknown | None) -> str:
+    """The cheapest settings that fit as YAML, to stand in a configuration or to be its parent.
+
+    Raises DoesNotFit where nothing fits, UsageError where the model's shape is not known.
+    """
+    if isinstance(shape, Unknown) or plan.memory_bytes is None:
+        why = shape.reason if isinstance(shape, Unknown) else "no memory is given"
+        raise UsageError("--suggest", f"bytes are not known: {why}", "give a model.path whose config.json can be read")
+    if not plan.candidates:
+        plan.require_fit()
+    best = plan.candidates[0]
+    values: dict[str, Any] = {}
+    for name, value in (_given(resolved) | best.settings).items():
+        *path, leaf = name.split(".")
+        holder = values
+        for part in path:
+            holder = holder.setdefault(part, {})
+        holder[leaf] = value
+    return "".join(f"# {line}\n" for line in _comment(resolved, plan, best)) + block(values)
+
+
+def _given(resolved: Resolved) -> dict[str, Any]:
+    """The deciding keys that the command line sets, by dotted name."""
+    found = {}
+    for name, origin in resolved.origins.items():
+        if origin == COMMAND_LINE and name.startswith(_DECIDING) and name not in KEYS.values():
+            value: Any = resolved.values()
+            for part in name.split("."):
+                value = value[part]
+            found[name] = value
+    return found
+
+
+def _comment(resolved: Resolved, plan: Plan, best: Candidate) -> list[str]:
+    a = plan.asked
+    world = f"{a.ranks} rank{'s' * (a.ranks != 1)} on {a.nodes} node{'s' * (a.nodes != 1)}"
+    sent = format_bytes(best.sent_within + best.sent_between)
+    text = f"For {world} with {format_bytes(plan.memory_bytes or 0)} each: peak {format_bytes(best.peak_bytes)}; "
+    text += f"a rank sends {sent} a step; {best.recompute:.0%} of forward is computed twice; "
+    text += f"{best.asked.accumulation} micro-batch{'es' * (best.asked.accumulation != 1)} a step."
+    lines = [text, f"`extends: {resolved.path}` above these lines makes a configuration of them."]
+    if best.is_close:
+        lines.append(f"It fits by less than the estimate is good for ({MARGIN:.0%}).")
+    return lines
+
+
+def _draw(plan: Plan, file: str, pairs: Sequence[Mapping[str, Any]] = ()) -> None:
+    from mpdist import plan_html
+
+    try:
+        view = plan_html.view_of(plan, plan_html.measured_of(pairs))
+        Path(file).write_text(plan_html.page(view), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--html {file}", error.strerror or str(error), "give a file that can be written") from None
+
+
+# ------------------------------------------------------------------------------------------------- of a run
+
+
+def show(folder: str, as_json: bool, html: str | None = None) -> int:
+    """What a run planned and what it measured, row by row. Raises UsageError where the folder holds no run."""
+    path = Path(folder)
+    plan, rows = _read(path / "plan.json"), list[dict[str, Any]]()
+    if (path / "ledger.json").exists():
+        rows = _checked(path / "ledger.json")
+    pairs = beside(rows)
+    if html is not None:
+        _draw(_made_again(path, plan), html, pairs)
+    if as_json:
+        print(json.dumps({"plan": plan, "ledger": rows, "rows": pairs}, indent=2))
+    else:
+        from mpdist.plan_text import beside_text
+
+        print(beside_text(folder, plan, pairs))
+    return 0
+
+
+def _read(file: Path) -> dict[str, Any]:
+    if not file.parent.is_dir() or not file.is_file():
+        why = f"there is no {file.name} in it, which every run writes as it starts"
+        raise UsageError(f"{file.parent} is no run directory", why, "give OUT_DIR/NAME of a run, or a configuration")
+    try:
+        found = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{file} cannot be read", str(error), "plan the run's config.yaml instead") from None
+    if not isinstance(found, dict):
+        raise UsageError(f"{file} cannot be read", "it holds no JSON object", "plan the run's config.yaml instead")
+    return found
+
+
+def _checked(file: Path) -> list[dict[str, Any]]:
+    rows = _read(file).get("rows")
+    good = isinstance(rows, list) and all(
+        isinstance(r, dict)
+        and isinstance(r.get("row"), str)
+        and isinstance(r.get("rank"), int)
+        and isinstance(r.get("measured_bytes"), int | None)
+        and isinstance(r.get("planned_bytes"), int | None)
+        for r in rows
+    )
+    if not good:
+        raise UsageError(f"{file} cannot be read", "its rows are not a ledger's", "plan the run's config.yaml instead")
+    return rows or []
+
+
+def beside(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One entry a row of a ledger: its dtypes, ranks, planned bytes, the least and most that a rank measured, and the
+    difference of the rank that is furthest off, with that rank's cause. What was not planned stands by its cause.
+
+    rows: as in ledger.json; a class held in several dtypes has a row for each, of which the first has the plan of all.
+    """
+    groups: dict[tuple[str, str], dict[int, list[Mapping[str, Any]]]] = {}
+    for row in rows:
+        key = row["row"], str(row.get("cause")) if row["row"] == "unaccounted" else ""
+        groups.setdefault(key, {}).setdefault(row["rank"], []).append(row)
+    found = []
+    for (name, _), ranks in groups.items():
+        measured = {rank: _sum(of, "measured_bytes") for rank, of in ranks.items()}
+        planned = {rank: _sum(of, "planned_bytes") for rank, of in ranks.items()}
+        sizes = [size for size in measured.values() if size is not None]
+        gaps = {r: m - p for r, m in measured.items() if m is not None and (p := planned[r]) is not None}
+        worst = max(gaps, key=lambda rank: abs(gaps[rank]), default=min(ranks))
+        dtypes = dict.fromkeys(str(row["dtype"]) for of in ranks.values() for row in of if row.get("dtype"))
+        found.append(
+            {
+                "row": name,
+                "dtypes": list(dtypes),
+                "ranks": sorted(ranks),
+                "planned_bytes": planned[worst],
+                "measured_min_bytes": min(sizes, default=None),
+                "measured_max_bytes": max(sizes, default=None),
+                "difference_bytes": gaps.get(worst),
+                "rank": worst,
+                "cause": str(ranks[worst][0].get("cause") or ""),
+            }
+        )
+    return found
+
+
+def _sum(rows: Sequence[Mapping[str, Any]], key: str) -> int | None:
+    found = [row[key] for row in rows if row.get(key) is not None]
+    return sum(found) if found else None
+
+
+def _made_again(path: Path, plan: Mapping[str, Any]) -> Plan:
+    """The plan of a run's own configuration, on the world that its plan.json names."""
+    from mpdist.config import load
+
+    resolved = load(path / "config.yaml")
+    model = resolved.config.model
+    ranks, nodes = int(plan["ranks"]), int(plan["nodes"])
+    shape = look(model.path, model.config, model.revision)
+    return make(resolved.config, shape, ranks // nodes, nodes, device=str(plan["device"]))

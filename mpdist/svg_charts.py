@@ -120,8 +120,11 @@ def columns(style: Style, slots: Sequence[tuple[str, Parts]], label: str, head: 
     """A stack at each moment, all with the same parts; what lies between two moments is only hinted at."""
     totals = [sum(n for _, n in parts) for _, parts in slots]
     peak = totals.index(max(totals))
-    plot = _frame(style, label, head, [parts for _, parts in slots], peak, height, 44)
-    canvas, each = plot.canvas, plot.width / len(slots)
+    each = (WIDTH - _LEFT - _LIMIT - _LEGEND) / len(slots)
+    names = [wrapped(moment, 11, each - 6, bold=i == peak) for i, (moment, _) in enumerate(slots)]
+    foot = 18 + 13 * max(len(name) for name in names)
+    plot = _frame(style, label, head, [parts for _, parts in slots], peak, height, foot)
+    canvas = plot.canvas
     wide = min(0.7 * each, 120)
     lefts = [_LEFT + each * (i + 0.5) - wide / 2 for i in range(len(slots))]
     for x, x2, (_, parts), (_, parts2) in zip(lefts, lefts[1:], slots, slots[1:], strict=False):
@@ -139,7 +142,7 @@ def columns(style: Style, slots: Sequence[tuple[str, Parts]], label: str, head: 
             box = (x, plot.y(low + count), wide, plot.y(low) - plot.y(low + count))
             _block(canvas, style, part, count, box, moment, cut)
             low += count
-        for line, text in enumerate(wrapped(moment, 11, each - 6, bold=i == peak)):
+        for line, text in enumerate(names[i]):
             canvas.text(x + wide / 2, _TOP + plot.height + 16 + 13 * line, text, 11, "middle", i == peak)
     canvas.line(_LEFT, plot.y(0), _LEFT + plot.width, plot.y(0), stroke_width=1)
     plot.limit()
@@ -308,8 +311,8 @@ def bullets(style: Style, items: Sequence[tuple[str, int, int]], label: str) -> 
         size = wide * measured / top
         canvas.inked(_NAME, y + 2, size, 14, style.inks[part], title, data_part=part, data_bytes=measured)
         x = _NAME + wide * planned / top
-        canvas.line(x, y - 2, x, y + 20, "#ffffff", stroke_width=5)
-        canvas.line(x, y - 2, x, y + 20, BLACK, stroke_width=2.4, class_="planned")
+        canvas.line(x, y - 2, x, y + 20, "#ffffff", stroke_width=4)
+        canvas.line(x, y - 2, x, y + 20, BLACK, stroke_width=2, class_="planned")
         gap = f"{(measured - planned) / planned:+.1%}" if planned and measured != planned else ""
         gap = gap or ("as planned" if measured == planned else "not planned")
         canvas.text(WIDTH - 150, y + 13, format_bytes(measured), 12, "end", bold=True)

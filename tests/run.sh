@@ -26,6 +26,16 @@ if [ "$(cat .venv/tests-installed 2>/dev/null)" != "$wanted" ]; then
     echo "$wanted" >.venv/tests-installed
 fi
 
+# The plan's picture is looked at in a real browser. Where none is and none can be had, those tests skip and say so.
+browser=""
+for candidate in chromium chromium-browser google-chrome-stable google-chrome chrome; do
+    browser=${browser:-$(command -v "$candidate" || true)}
+done
+if [ -z "$browser" ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium; } \
+        >/dev/null 2>&1 </dev/null || echo "tests/run.sh: Chromium could not be installed" >&2
+fi
+
 .venv/bin/python -m ruff check
 .venv/bin/python -m ruff format --check
 .venv/bin/python -m mypy

@@ -1,0 +1,211 @@
+"""The plan's picture in a real headless Chromium: nothing clipped, nothing over another, the pages of paper, no complaint.
+
+Skipped where there is no Chromium; `tests/run.sh` installs one where it may.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import shutil
+import subprocess
+import zlib
+from collections.abc import Mapping
+from dataclasses import replace
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pictures import CURVE, GIB, view
+
+from mpdist.plan_html import INKS, View, page
+
+NAMES = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome", "chrome")
+QUIET = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-dev-shm-usage", "--no-first-run"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars"),
+)
+# What the page cannot say of itself: what is cut off, and which texts of a drawing lie over each other.
+LOOK = """
+<script>
+const found = {cut: [], over: [], texts: 0, drawings: 0, wide: document.documentElement.scrollWidth};
+const near = (a, b) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1
+  && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 2;
+for (const drawing of document.querySelectorAll("svg:not(.swatch)")) {
+  const frame = drawing.getBoundingClientRect(), texts = [...drawing.querySelectorAll("text")];
+  found.drawings += 1; found.texts += texts.length;
+  const boxes = texts.map(t => t.getBoundingClientRect());
+  boxes.forEach((box, i) => {
+    if (box.left < frame.left - 0.5 || box.right > frame.right + 0.5 || box.top < frame.top - 0.5
+        || box.bottom > frame.bottom + 0.5) found.cut.push(texts[i].textContent);
+    for (let j = 0; j < i; j++) if (near(box, boxes[j])) found.over.push(texts[j].textContent + " | " + texts[i].textContent);
+  });
+  // An amount stands in the block that was drawn before it, with no other text between them.
+  for (const block of drawing.querySelectorAll("rect[data-bytes]")) {
+    const edge = block.getBoundingClientRect();
+    let next = block.nextElementSibling;
+    while (next && (next.matches("path.hatch") || (next.matches("rect") && !next.dataset.bytes))) next = next.nextElementSibling;
+    for (; next && next.matches("text") && next.getAttribute("font-size") == "10"; next = next.nextElementSibling) {
+      const box = next.getBoundingClientRect();
+      if (box.left < edge.left - 0.5 || box.right > edge.right + 0.5) found.cut.push("in its block: " + next.textContent);
+    }
+  }
+}
+for (const box of document.querySelectorAll("p, dt, dd, b, li, td, th, h1, h2, figcaption"))
+  if (box.scrollWidth > box.clientWidth + 1 && box.clientWidth) found.cut.push("wider than its box: " + box.textContent);
+const report = document.createElement("pre");
+report.id = "report"; report.textContent = JSON.stringify(found);
+document.body.append(report);
+</script>
+"""
+
+
+@functools.cache
+def browser() -> str:
+    for name in NAMES:
+        path = shutil.which(name)
+        # Ubuntu's package of that name is a stub which asks for a snap.
+        if path and subprocess.run([path, "--version"], capture_output=True, timeout=60).returncode == 0:
+            return path
+    pytest.skip(f"none of {', '.join(NAMES)} is installed: the picture is not looked at in a browser")
+
+
+def chromium(tmp_path: Path, html: str, *arguments: str) -> tuple[str, str]:
+    """(what it prints, what it complains of) for a page opened from a file."""
+    file = tmp_path / "page.html"
+    file.write_text(html, encoding="utf-8")
+    command = [browser(), *QUIET, f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr", *arguments]
+    done = subprocess.run([*command, file.as_uri()], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    complaints = [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
+    return done.stdout, "\n".join(complaints)
+
+
+def looked_at(tmp_path: Path, html: str, width: int = 1130) -> dict[str, Any]:
+    """What LOOK finds; it needs the page's own policy out of its way."""
+    free = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", html)
+    assert free != html
+    dom, complaints = chromium(
+        tmp_path, free.replace("</body>", f"{LOOK}</body>"), "--dump-dom", f"--window-size={width},900"
+    )
+    assert complaints == ""
+    report = re.search(r'<pre id="report">(.*?)</pre>', dom, re.DOTALL)
+    assert report is not None, dom[-2000:]
+    found: dict[str, Any] = json.loads(unescape(report[1]))
+    return found
+
+
+def crowded() -> View:
+    """As much as there can be: every row, long names, a limit that runs through amounts."""
+    every = {row: (i + 1) * 3 * GIB // 2 for i, row in enumerate(INKS) if row != "snapshot"}
+    curve = [(name, held | {"gradient_copies": 2 * GIB}) for name, held in CURVE]
+    curve += [("the reduction", every), ("the first reduction", every | {"activations": 30 * GIB})]
+    some = view().candidates
+    return view(
+        subtitle=["a/name/that/is/" + "very_long_" * 12 + "; 8,030,261,248 parameters", *view().subtitle],
+        curve=curve,
+        candidates=[*some, *some, *some, *some],
+        simulated=CURVE,
+        samples=[(float(i), CURVE[i * len(CURVE) // 900][1]) for i in range(900)],
+        samples_of="Tensors of 6 of the 32 blocks, operation by operation.",
+        measured={row: (n, n + n // 50) for row, n in every.items()} | {"peak": (80 * GIB, 81 * GIB)},
+        memory_bytes=51 * GIB,
+        host=frozenset({"snapshot", "optimizer_temporaries"}),
+    )
+
+
+PAGES: Mapping[str, tuple[View, int]] = {  # and how many pages of A4 landscape each takes
+    "usual": (view(), 3),
+    "crowded": (crowded(), 6),
+    "small": (view(memory_bytes=1024 * GIB, candidates=[], traffic=[]), 2),
+    "no memory": (
+        replace(view(), memory_bytes=None, candidates=[one._replace(fits=None) for one in view().candidates]),
+        3,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "fonts"),
+    [*((name, "the widest") for name in PAGES), *((name, "the page's") for name in ("usual", "crowded"))],
+)
+def test_no_text_is_cut_off_or_lies_over_another(tmp_path: Path, name: str, fonts: str) -> None:
+    html = page(PAGES[name][0])
+    if fonts == "the widest":
+        html = html.replace('Arial, "Liberation Sans", Helvetica, "DejaVu Sans"', '"DejaVu Sans", Verdana')
+    found = looked_at(tmp_path, html)
+    assert found["drawings"] >= 2
+    assert found["texts"] > 40
+    assert found["cut"] == []
+    assert found["over"] == []
+    assert found["wide"] <= 1130
+
+
+def test_a_narrow_window_scrolls_the_drawings_and_not_the_page(tmp_path: Path) -> None:
+    assert looked_at(tmp_path, page(view()), width=600)["wide"] <= 600
+
+
+def test_the_look_finds_what_is_cut_and_what_is_covered(tmp_path: Path) -> None:
+    """The control."""
+    html = page(view())
+    bad = html.replace("</svg>\n", "</svg>", 1).replace(
+        ">the loss</text>", '>the loss</text><text x="1020" y="40">beyond the edge</text>', 1
+    )
+    assert "beyond the edge" in bad
+    assert looked_at(tmp_path, bad)["cut"] == ["beyond the edge"]
+    twice = re.sub(r"(<text [^>]*>)(forward)(</text>)", r"\1\2\3\1over it\3", html, count=1)
+    assert looked_at(tmp_path, twice)["over"] == ["forward | over it"]
+
+
+def test_the_page_as_it_is_gives_no_complaint(tmp_path: Path) -> None:
+    dom, complaints = chromium(tmp_path, page(crowded()), "--dump-dom")
+    assert "<h1>Memory plan: 8 ranks</h1>" in dom
+    assert complaints == ""
+
+
+def test_the_pages_policy_lets_nothing_in(tmp_path: Path) -> None:
+    """The control: what would be fetched or run is refused, and that is heard."""
+    bad = page(view()).replace(
+        "</body>", '<img src="https://example.org/x.png"><script>document.title = "ran"</script></body>'
+    )
+    dom, complaints = chromium(tmp_path, bad, "--dump-dom")
+    assert "<title>ran</title>" not in dom
+    assert complaints.count("Content Security Policy") == 2, complaints
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_on_paper_it_takes_the_pages_it_should_in_its_colours(tmp_path: Path, name: str) -> None:
+    seen, pages = PAGES[name]
+    out = tmp_path / "page.pdf"
+    chromium(tmp_path, page(seen), "--no-pdf-header-footer", f"--print-to-pdf={out}")
+    pdf = out.read_bytes()
+    boxes = re.findall(rb"/MediaBox \[([^\]]*)\]", pdf)
+    assert len(boxes) == len(re.findall(rb"/Type /Page\b", pdf)) == pages
+    for box in boxes:
+        assert [float(n) for n in box.split()] == pytest.approx([0, 0, 841.9, 595.3], abs=1), "A4 landscape"
+    painted = set(re.findall(rb"([\d.]+) ([\d.]+) ([\d.]+) rg", b"\n".join(_unpacked(pdf))))
+    colours = [[round(255 * float(part)) for part in colour] for colour in painted]
+    for row in {row for _, held in seen.curve for row, count in held.items() if count} - seen.host:
+        colour = INKS[row].colour
+        assert [int(colour[i : i + 2], 16) for i in (1, 3, 5)] in colours, row
+
+
+def _unpacked(pdf: bytes) -> list[bytes]:
+    found = []
+    for stream in re.findall(rb"stream\r?\n(.*?)\r?\nendstream", pdf, re.DOTALL):
+        try:
+            found.append(zlib.decompress(stream))
+        except zlib.error:  # a font
+            continue
+    return found
+
+
+def test_a_screenshot_has_the_size_of_the_window(tmp_path: Path) -> None:
+    out = tmp_path / "page.png"
+    chromium(tmp_path, page(view()), f"--screenshot={out}", "--window-size=1130,1600")
+    png = out.read_bytes()
+    assert png[:8] == b"\x89PNG\r\n\x1a\n"
+    assert [int.from_bytes(png[i : i + 4], "big") for i in (16, 20)] == [1130, 1600]
+    assert len(png) > 50_000, "an empty page is a few kilobytes"

@@ -33,6 +33,7 @@ LAYERS = {
     "plan_search": 2,
     "plan_html": 2,
     "plan_text": 2,
+    "plan_time": 2,
     "plan_traffic": 2,
     "plan_zero": 2,
     "paper": 2,

@@ -127,6 +127,10 @@ def view_of(plan: Plan, measured: Mapping[str, tuple[int, int]] | None = None) -
         "Columns stand at the moments that can be the peak; the paler bands between them only lead the eye.",
         "1 GiB = 2^30 bytes. Between steps: after the optimizer's step and before the next forward.",
     ]
+    if plan.candidates:
+        notes.insert(
+            2, "Settings: as configured, then what fits, cheapest first, told by what differs from the configuration."
+        )
     return View(
         title=f"Memory plan: {plan.asked.ranks} rank{'s' * (plan.asked.ranks != 1)}",
         subtitle=[facts[key] for key in ("model", "world", "precision", "batch")],

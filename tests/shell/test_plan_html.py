@@ -10,6 +10,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 import zlib
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,6 +20,7 @@ from typing import Any
 
 import pytest
 from pictures import CURVE, GIB, view
+from real_runs import ROOT, environment
 
 from mpdist.plan_html import INKS, View, page
 
@@ -30,7 +32,7 @@ QUIET = (
 # What the page cannot say of itself: what is cut off, and which texts of a drawing lie over each other.
 LOOK = """
 <script>
-const found = {cut: [], over: [], texts: 0, drawings: 0, wide: document.documentElement.scrollWidth};
+const found = {cut: [], over: [], blocks: [], texts: 0, drawings: 0, wide: document.documentElement.scrollWidth};
 const near = (a, b) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1
   && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 2;
 for (const drawing of document.querySelectorAll("svg:not(.swatch)")) {
@@ -42,6 +44,10 @@ for (const drawing of document.querySelectorAll("svg:not(.swatch)")) {
         || box.bottom > frame.bottom + 0.5) found.cut.push(texts[i].textContent);
     for (let j = 0; j < i; j++) if (near(box, boxes[j])) found.over.push(texts[j].textContent + " | " + texts[i].textContent);
   });
+  const stacks = {};  // the bytes of what stands at the same place, and of the fullest place
+  for (const block of drawing.querySelectorAll("rect[data-bytes]"))
+    stacks[block.getAttribute("x")] = (stacks[block.getAttribute("x")] || 0) + Number(block.dataset.bytes);
+  found.blocks.push(Math.max(0, ...Object.values(stacks)));
   // An amount stands in the block that was drawn before it, with no other text between them.
   for (const block of drawing.querySelectorAll("rect[data-bytes]")) {
     const edge = block.getBoundingClientRect();
@@ -200,6 +206,33 @@ def _unpacked(pdf: bytes) -> list[bytes]:
         except zlib.error:  # a font
             continue
     return found
+
+
+def test_the_command_draws_what_it_prints(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "mpdist.cli",
+        "plan",
+        str(ROOT / "configs" / "llama31_8b_1node.yaml"),
+        "--ranks",
+        "8",
+    ]
+    file = tmp_path / "plan.html"
+    command += ["--memory", "80GiB", "--json", "--html", str(file)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    plan, html = json.loads(done.stdout), file.read_text("utf-8")
+    found = looked_at(tmp_path, html)
+    assert (found["cut"], found["over"]) == ([], [])
+    assert found["blocks"][0] == max(
+        sum(n for row, n in moment["rows"].items() if row not in _on_host(plan)) for moment in plan["moments"]
+    )
+    assert found["blocks"][0] == plan["peak_bytes_per_rank"]
+
+
+def _on_host(plan: Mapping[str, Any]) -> set[str]:
+    return {row["row"] for row in plan["rows"] if row.get("where") == "host"}
 
 
 def test_a_screenshot_has_the_size_of_the_window(tmp_path: Path) -> None:

@@ -79,6 +79,16 @@ def _positive(text: str) -> int:
     return int(text)
 
 
+def _rate(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return found
+
+
 def _natural(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
@@ -129,6 +139,10 @@ def _launch(argv: Sequence[str]) -> int:
     )
 
 
+# Options of `plan` that a run has answered.
+_OF_A_CONFIG = ("ranks", "nodes", "memory", "gpu", "peak", "network", "suggest", "overrides")
+
+
 def _plan(argv: Sequence[str]) -> int:
     parser = _Parser(
         "plan",
@@ -136,11 +150,15 @@ def _plan(argv: Sequence[str]) -> int:
         "arithmetic, the traffic, whether it fits, and which settings do. Exit status 3 if it does not fit.\n"
         "Of a run's directory: what it planned beside what its ranks measured.",
         "examples:\n  mpdist plan configs/llama31_8b_1node.yaml --memory 80GiB\n"
-        f"  mpdist plan configs/llama31_8b_1node.yaml --memory 40GiB --suggest\n  mpdist plan runs/my-run\n\n{_OVERRIDES}",
+        "  mpdist plan configs/llama31_8b_1node.yaml --gpu H100 --suggest\n"
+        f"  mpdist plan runs/my-run\n\n{_OVERRIDES}",
     )
     _with_config(parser, name="CONFIG|RUN_DIR", text="the run's YAML file, or the directory of a run")
     _with_world(parser)
     _with_memory(parser)
+    parser.add_argument("--gpu", metavar="NAME", help="the ranks' GPU, such as H100: its memory and its peak rates")
+    parser.add_argument("--peak", type=_rate, metavar="TFLOPS", help="one GPU's TFLOP/s instead of its data sheet's")
+    parser.add_argument("--network", metavar="BYTES/S", help="what a node sends to others, such as 400GB/s")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print the plan as JSON")
     form.add_argument("--suggest", action="store_true", help="print the cheapest settings that fit, as YAML")
@@ -149,14 +167,18 @@ def _plan(argv: Sequence[str]) -> int:
     import os
 
     if os.path.isdir(arguments.config):
-        given = [name for name in ("ranks", "nodes", "memory", "suggest", "overrides") if getattr(arguments, name)]
+        given = [name for name in _OF_A_CONFIG if getattr(arguments, name)]
         if given:
             name = "KEY=VALUE" if given[0] == "overrides" else f"--{given[0]}"
             parser.error(f"a run has its plan already: {name} is for a configuration")
         from mpdist import plan_command
 
         return plan_command.show(arguments.config, arguments.json, arguments.html)
-    memory = _memory(arguments)
+    memory, network = _memory(arguments), None
+    if arguments.network is not None:
+        from mpdist.units import parse_bytes
+
+        network = parse_bytes(arguments.network.removesuffix("/s"))
     resolved = _load(arguments)
     from mpdist import plan_command
 
@@ -168,6 +190,9 @@ def _plan(argv: Sequence[str]) -> int:
         as_json=arguments.json,
         suggest=arguments.suggest,
         html=arguments.html,
+        gpu=arguments.gpu,
+        peak=None if arguments.peak is None else arguments.peak * 1e12,
+        network=network,
     )
 
 

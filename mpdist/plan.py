@@ -9,17 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpdist.arch import Arch, Unknown, model_flops_per_token
 from mpdist.config import Config, check_world
 from mpdist.errors import ConfigError, DoesNotFit, MpdistError, UsageError
-from mpdist.plan_advice import Candidate, MoreRanks, Suggestion, advise
+from mpdist.plan_advice import Candidate, MoreRanks, Suggestion, advise, candidates
 from mpdist.plan_memory import MARGIN, Asked, Row, ledger_of, loss_chunk_rows
 from mpdist.plan_search import Search
+from mpdist.plan_states import states_of
 from mpdist.plan_traffic import Traffic, traffic
 from mpdist.space import Saves, planned
 from mpdist.units import format_bytes
+
+if TYPE_CHECKING:
+    from mpdist.plan_time import Time
 
 __all__ = [
     "Asked",
@@ -77,10 +81,10 @@ class Plan:
     # Bytes by row at each moment of a step, in its order; rows on the host included.
     moments: tuple[tuple[str, dict[str, int]], ...] = ()
     candidates: tuple[Candidate, ...] = ()  # settings that fit, cheapest first, where somebody has asked for them
+    time: Time | None = None  # of a step, where the device is known
+    time_unknown: str = ""  # why it is not, where a device was named
 
     def to_json(self) -> dict[str, Any]:
-        from mpdist.plan_text import why
-
         a, b = self.asked, self.batch
         return {
             "ranks": a.ranks,
@@ -91,7 +95,7 @@ class Plan:
             "trainable_parameters": self.trainable,
             "rows": [_row_json(row) for row in self.rows],
             "states_bytes_per_rank": self.states_bytes,
-            "states_why": why(a),
+            "states": states_of(a).to_json(),
             "peak_bytes_per_rank": self.peak_bytes,
             "peak_moment": self.peak_moment,
             "host_bytes_per_rank": self.host_bytes,
@@ -100,6 +104,7 @@ class Plan:
             "suggestions": [str(s) for s in self.suggestions],
             "more_ranks": self.more_ranks.to_json() if self.more_ranks is not None else None,
             "candidates": [c.to_json() for c in self.candidates],
+            "time": self.time.json() if self.time is not None else None,
             "batch": {
                 "micro": b.micro,
                 "accumulation": b.accumulation,
@@ -193,11 +198,13 @@ def make(
     memory: int | None = None,
     origin: Callable[[str], str] = lambda _: "config",
     device: str | None = None,
+    alternatives: bool = False,
 ) -> Plan:
     """The plan of ``cfg`` on ``nodes`` x ``ranks`` (ranks of one node).
 
     arch: what ``arch.look`` found. memory: bytes of one device, to fit in. origin: where a key's value came from, by
     its dotted name. device: cpu or cuda where it is known; else launch.device, of which auto counts as cuda.
+    alternatives: also look for the other settings that fit the memory, its ``candidates``.
     Raises ConfigError with everything in the configuration that does not work with this world.
     """
     asked = asked_of(cfg, ranks, nodes, device)
@@ -234,13 +241,14 @@ def make(
         loss_chunk_rows=None,
         saves=None if known is None else planned(cfg, asked, known),
     )
-    return base if known is None else _with_model(base, cfg, known, memory)
+    return base if known is None else _with_model(base, cfg, known, memory, alternatives)
 
 
-def _with_model(base: Plan, cfg: Config, arch: Arch, memory: int | None) -> Plan:
+def _with_model(base: Plan, cfg: Config, arch: Arch, memory: int | None, alternatives: bool) -> Plan:
     asked = base.asked
     found = ledger_of(asked, arch)
-    suggestions, more = advise(Search(cfg, asked, arch, memory)) if memory is not None else ([], None)
+    search = Search(cfg, asked, arch, memory) if memory is not None else None
+    suggestions, more = advise(search) if search is not None else ([], None)
     return replace(
         base,
         parameters=arch.total,
@@ -257,6 +265,7 @@ def _with_model(base: Plan, cfg: Config, arch: Arch, memory: int | None) -> Plan
         flops_per_token=model_flops_per_token(arch, asked.seq_len),
         loss_chunk_rows=loss_chunk_rows(arch.vocab, asked.micro * asked.seq_len, asked.loss_chunk),
         moments=found.moments,
+        candidates=tuple(candidates(search)) if search is not None and alternatives else (),
     )
 
 
@@ -294,9 +303,10 @@ def _batch_problems(asked: Asked, origin: Callable[[str], str]) -> list[MpdistEr
     if asked.global_ % each == 0 or asked.global_ % asked.micro:  # the second is the configuration's own mistake
         return []
     low = asked.global_ // each * each
-    near = [str(n) for n in (low, low + each) if n]
-    fewer = [m for m in range(1, asked.micro) if asked.global_ % (m * asked.ranks) == 0]
-    do = f"Take batch.global {' or '.join(near)}" + (f", or batch.micro {max(fewer)}" if fewer else "") + "."
+    do = f"Take batch.global {_either([n for n in (low, low + each) if n])}"
+    micros = [m for m in range(1, asked.global_ + 1) if asked.global_ % (m * asked.ranks) == 0]
+    nearest = [m for m in micros if m < asked.micro][-1:] + [m for m in micros if m > asked.micro][:1]
+    do += f", or batch.micro {_either(nearest)}." if nearest else "."
     return [
         UsageError(
             f"batch.global = {asked.global_} ({origin('batch.global')}), batch.micro = {asked.micro} "
@@ -305,6 +315,10 @@ def _batch_problems(asked: Asked, origin: Callable[[str], str]) -> list[MpdistEr
             do,
         )
     ]
+
+
+def _either(values: list[int]) -> str:
+    return " or ".join(map(str, values))
 
 
 def _model_problems(cfg: Config, arch: Arch, origin: Callable[[str], str]) -> list[MpdistError]:

@@ -14,13 +14,14 @@ from mpdist.config.load import COMMAND_LINE
 from mpdist.config.write import block
 from mpdist.errors import DoesNotFit, UsageError
 from mpdist.plan import Plan, make
-from mpdist.plan_advice import Candidate, candidates
+from mpdist.plan_advice import Candidate
 from mpdist.plan_memory import MARGIN
-from mpdist.plan_search import KEYS, Search
+from mpdist.plan_search import KEYS
 from mpdist.units import format_bytes
 
 if TYPE_CHECKING:
-    from mpdist.config import Resolved
+    from mpdist.config import Config, Resolved
+    from mpdist.devices import Device
 
 # What decides bytes beside the keys that advice sets: given on the command line, it has to be in the fragment too.
 _DECIDING = ("batch.", "shard.", "precision.", "reduce.", "memory.", "data.seq_len", "data.packing", "model.attention",
@@ -36,12 +37,23 @@ def run(
     as_json: bool,
     suggest: bool = False,
     html: str | None = None,
+    gpu: str | None = None,
+    peak: float | None = None,
+    network: float | None = None,
 ) -> int:
     """Prints the plan; status 3 where it does not fit. ranks: of one node; None as the config says.
 
     suggest: print the cheapest settings that fit as YAML instead; status 3 where none do. html: a file to draw it into.
+    gpu: its name, for its memory (unless memory_bytes is given) and its rates. peak: FLOP/s of one device, instead of the
+    data sheet's. network: bytes/s that a node can send to others.
     """
     cfg = resolved.config
+    device = None
+    if gpu is not None:
+        from mpdist.devices import require
+
+        device = require(gpu, memory_bytes)
+        memory_bytes = memory_bytes or device.memory_bytes
     nodes = nodes or cfg.launch.nodes
     ranks = _ranks(resolved) if ranks is None else ranks
     if suggest and memory_bytes is None:
@@ -49,9 +61,10 @@ def run(
             "--suggest", "it asks what fits, and no memory is given", "give --memory, such as 80GiB, or --gpu"
         )
     shape = look(cfg.model.path, cfg.model.config, cfg.model.revision)
-    plan = make(cfg, shape, ranks, nodes, memory_bytes, lambda name: resolved.origins.get(name, "config"))
-    if memory_bytes is not None and isinstance(shape, Arch):
-        plan = replace(plan, candidates=tuple(candidates(Search(cfg, plan.asked, shape, memory_bytes))))
+    origin = resolved.origins.get
+    plan = make(cfg, shape, ranks, nodes, memory_bytes, lambda name: origin(name, "config"), alternatives=True)
+    if isinstance(shape, Arch) and (device is not None or peak is not None):
+        plan = _timed(plan, cfg, shape, device, peak, network)
     if html is not None:
         _draw(plan, html)
     if suggest:
@@ -59,6 +72,21 @@ def run(
         return 0
     print(json.dumps(plan.to_json(), indent=2) if as_json else plan.text())
     return DoesNotFit.status if plan.fits is False else 0
+
+
+def _timed(
+    plan: Plan, cfg: Config, shape: Arch, device: Device | None, peak: float | None, network: float | None
+) -> Plan:
+    from mpdist import plan_time
+
+    asked, tf32 = plan.asked, cfg.precision.tf32
+    told = "--peak" if peak is not None else "track.peak_tflops"
+    if peak is None and cfg.track.peak_tflops is not None:
+        peak = cfg.track.peak_tflops * 1e12
+    time = plan_time.estimate(asked, shape, plan.traffic, device, tf32=tf32, peak=peak, network=network)
+    if time is None:
+        return replace(plan, time_unknown=plan_time.missing(asked, device, tf32))
+    return replace(plan, time=time if peak is None else replace(time, peak_from=told))
 
 
 def _ranks(resolved: Resolved) -> int:

@@ -15,25 +15,32 @@ _CLOSING = (
 
 
 def recomputed_flops(arch: Arch, seq_len: int, checkpointing: str, eager: bool = False) -> float:
-    """FLOPs of forward that backward does again, a token: 2 a multiplied parameter, attention as its causal half.
-
-    full and `every N`: blocks but for their last product, which nobody needs again where nothing behind it keeps its
-    output (no dropout, norm or routing): torch stops there. selective: every second product from the second on, as
-    ``model.checkpoint_blocks`` keeps them; attention only where it is made of products itself (eager), experts always.
-    """
+    """FLOPs of forward that backward does again, a token: 2 a multiplied parameter, attention as its causal half."""
     if checkpointing == "none":
         return 0.0
-    blocks = [_products(arch, seq_len, block, eager, checkpointing == "selective") for block in _blocks(arch)]
-    step = int(checkpointing.split()[1]) if checkpointing.startswith("every") else 1
-    return sum(blocks[::step])
+    blocks = recomputed_blocks(arch, seq_len, checkpointing == "selective", eager)
+    return sum(blocks[:: int(checkpointing.split()[1]) if checkpointing.startswith("every") else 1])
 
 
-def _blocks(arch: Arch) -> list[list[Param]]:
-    found: list[list[Param]] = [[] for _ in range(arch.layers)]
+def recomputed_blocks(arch: Arch, seq_len: int, selective: bool, eager: bool = False) -> list[float]:
+    """The same for each block by itself, where it is checkpointed.
+
+    Whole: all but its last product, which nobody needs again where nothing behind it keeps its output (no dropout, norm or
+    routing): torch stops there. selective: every second product from the second on, as ``model.checkpoint_blocks`` keeps
+    them; attention only where it is made of products itself (eager), experts always.
+    """
+    blocks: list[list[Param]] = [[] for _ in range(arch.layers)]
     for p in arch.params:
         if p.block >= 0:
-            found[p.block].append(p)
-    return found
+            blocks[p.block].append(p)
+    known: dict[tuple[tuple[int, ...], ...], float] = {}  # most blocks are alike
+    out = []
+    for block in blocks:
+        shapes = tuple(p.shape for p in block)
+        if shapes not in known:
+            known[shapes] = _products(arch, seq_len, block, eager, selective)
+        out.append(known[shapes])
+    return out
 
 
 def _products(arch: Arch, seq_len: int, block: list[Param], eager: bool, selective: bool) -> float:

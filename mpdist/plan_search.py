@@ -18,7 +18,7 @@ from mpdist.config import check_world
 from mpdist.config.rules import SUPPORT, check
 from mpdist.formats import bytes_of
 from mpdist.plan_memory import Asked, Ledger, ledger_of
-from mpdist.plan_recompute import recomputed_flops
+from mpdist.plan_recompute import recomputed_blocks
 from mpdist.plan_traffic import traffic
 from mpdist.plan_zero import number
 
@@ -72,10 +72,22 @@ class Search:
     def recompute(self, checkpointing: str) -> float:
         """FLOPs of forward that are done again, as a share of forward's own."""
         if checkpointing not in self._recompute:
-            eager = self.asked.attention == "eager"
-            again = recomputed_flops(self.arch, self.asked.seq_len, checkpointing, eager)
+            whole, selective = self._blocks
+            step = int(checkpointing.split()[1]) if checkpointing.startswith("every") else 1
+            again = (
+                sum(selective) if checkpointing == "selective" else sum(whole[::step]) if checkpointing != "none" else 0
+            )
             self._recompute[checkpointing] = again / self._forward
         return self._recompute[checkpointing]
+
+    @cached_property
+    def _blocks(self) -> tuple[list[float], list[float]]:
+        a = self.asked
+        eager = a.attention == "eager"
+        return (
+            recomputed_blocks(self.arch, a.seq_len, False, eager),
+            recomputed_blocks(self.arch, a.seq_len, True, eager),
+        )
 
     @cached_property
     def _forward(self) -> float:
@@ -144,14 +156,15 @@ class Search:
         # DeepSpeed is for those who ask for it.
         for engine in ("deepspeed",) if a.engine == "deepspeed" else ("ddp", "fsdp2"):
             can = SUPPORT[engine]
-            copies = sorted({1, a.replicas, a.nodes}) if can.replicas else [1]
+            copies = [1, a.replicas, a.nodes] if can.replicas else [1]
             # What is offloaded lies in the same memory where the host is the device.
             offload = can.offload if a.device == "cuda" else [o for o in can.offload if o in ("none", a.offload)]
             for stage in can.stages:
                 if a.ranks == 1 and engine == "fsdp2" and stage < 3 and a.stage != stage:
                     continue  # one rank alone shares nothing; stage 3 at least unshards a few blocks at a time
-                for replicas in copies:
-                    for to in offload:
+                for to in offload:
+                    # The host of a node has no room for what all nodes together could hold.
+                    for replicas in sorted(set(copies if to == "none" else copies[:2])):
                         one = replace(a, engine=engine, stage=stage, replicas=replicas, offload=to)
                         yield from (replace(one, when=when) for when in self._whens(one))
 

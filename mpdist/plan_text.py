@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mpdist.formats import bytes_of
-from mpdist.plan_memory import BEYOND, MARGIN, Asked
+from mpdist.plan_memory import BEYOND, MARGIN
+from mpdist.plan_states import states_of
 from mpdist.units import format_bytes
 
 if TYPE_CHECKING:
@@ -75,39 +75,6 @@ def _budget(plan: Plan) -> str:
     return f"budget     {text}{horizon}"
 
 
-def why(a: Asked) -> str:
-    """What the bytes of states are made of, for one trainable parameter, and who shares them."""
-    c = bytes_of(a.compute)
-    master = c if a.master == "compute" else 4
-    gradient = master if a.engine == "fsdp2" else 4  # the others sum in FP32 whatever the masters are
-    name = "master" if master == 4 else "weight"
-    parts = f"{master} {name} + {gradient} gradient + {2 * master} moments"
-    if a.shard_size > 1:
-        parts += f", shared by {a.shard_size} ranks"
-    total, copy = 3 * master + gradient, ""
-    if master < c or (master == c and a.engine != "deepspeed"):
-        copy = f"; {'masters' if master == 4 else 'weights'} compute, so there is no working copy"
-    elif a.engine == "fsdp2":
-        copy = f"; the {c} B of a working copy are gathered " + (
-            "for a block at a time" if a.stage == 3 else "for forward and backward"
-        )
-    elif a.engine == "ddp" or a.stage < 3:
-        total, copy = (
-            total + c,
-            f"; + {c} for the working copy that {'ddp' if a.engine == 'ddp' else 'each rank'} keeps whole",
-        )
-    elif c == 4 and a.offload != "optimizer":
-        copy = "; masters compute, so there is no working copy"
-    else:
-        total, copy = total + c, f"; + {c} for the working copy, shared too"
-    usual = ""
-    if master == 4 and c < 4:
-        usual = "; elsewhere told as 2 + 2 + 12, with the gradient in 16 bit"
-    elif master < 4:
-        usual = f"; without FP32 masters it is less than 16, and steps below a weight's last {8 * c}-bit digit are lost"
-    return f"{total:.2f} B a trainable parameter: {parts}{copy}{usual}"
-
-
 def _memory(plan: Plan) -> list[str]:
     if plan.peak_bytes is None or plan.states_bytes is None:
         return ["memory     unknown until the model is built"]
@@ -130,7 +97,7 @@ def _memory(plan: Plan) -> list[str]:
     lines += _table(("row", "at rest", "own peak", "at the peak", "from"), [*cells, total])
     per = f" = {plan.states_bytes / plan.trainable:.2f} B a trainable parameter on this rank" if plan.trainable else ""
     lines.append(f"  states (parameters, working, gradients, moments) {format_bytes(plan.states_bytes)}{per}")
-    lines.append(f"  why {why(plan.asked)}")
+    lines.append(f"  why: {states_of(plan.asked).why}")
     if plan.memory_bytes is None:
         lines.append("fits       unknown: give --memory, such as 80GiB, to hear a verdict")
     else:
@@ -166,11 +133,12 @@ def _candidates(plan: Plan) -> list[str]:
             format_bytes(c.sent_between),
             f"{c.recompute:.0%}",
             f"{c.asked.micro} x {c.asked.accumulation}",
+            format_bytes(c.host_bytes),
             c.change or "as configured",
         )
         for c in plan.candidates
     ]
-    head = ("peak", "sent in node", "sent between", "recompute", "micro x accum", "settings")
+    head = ("peak", "sent in node", "sent between", "recompute", "micro x accum", "on the host", "settings")
     lines = ["", "settings that fit, cheapest first", *_table(head, cells)]
     if any(c.is_close for c in plan.candidates):
         lines.append(f"  * by less than the estimate is good for ({MARGIN:.0%})")
@@ -204,6 +172,10 @@ def text(plan: Plan) -> str:
     if plan.flops_per_token is not None:
         rate = f"{plan.flops_per_token / 1e9:.3g} GFLOP a token"
         lines.append(f"compute    {rate}, forward and backward, attention counted as its causal half")
+    if plan.time is not None:
+        lines += ["", *plan.time.lines()]
+    elif plan.time_unknown:
+        lines.append(f"time       unknown: {plan.time_unknown}")
     return "\n".join(lines)
 
 

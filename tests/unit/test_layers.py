@@ -31,6 +31,7 @@ LAYERS = {
     "plan_memory": 2,
     "plan_recompute": 2,
     "plan_search": 2,
+    "plan_states": 2,
     "plan_html": 2,
     "plan_text": 2,
     "plan_time": 2,

@@ -118,6 +118,46 @@ def test_config_and_plan_import_no_torch(tmp_path: Path, config: Path) -> None:
         assert outside(names) <= CONFIG_LIBRARIES, arguments
 
 
+BLOCKED = """\
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in %r:
+            raise AssertionError(f"{name} was asked for")
+sys.meta_path.insert(0, Blocked())
+from mpdist.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("--memory", "1GiB"),
+        ("--memory", "80GiB", "--suggest"),
+        ("--gpu", "H100", "--json"),
+        ("--memory", "80GiB", "--html", "plan.html"),
+    ],
+    ids=" ".join,
+)
+def test_a_plan_works_where_nothing_heavy_can_be_imported(
+    tmp_path: Path, config: Path, arguments: tuple[str, ...]
+) -> None:
+    command = [sys.executable, "-c", BLOCKED % HEAVY, "plan", str(config), "--ranks", "2", *arguments]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(Path(__file__).resolve().parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == (3 if "1GiB" in arguments else 0), done.stderr
+    assert done.stdout
+
+
 def test_a_dry_launch_imports_no_torch(tmp_path: Path, config: Path) -> None:
     status, names = probe(tmp_path, "launch", str(config), "--ranks", "2", "--dry-run")
     assert status == 0

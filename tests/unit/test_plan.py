@@ -13,6 +13,7 @@ from mpdist import arch, plan
 from mpdist.config import ConfigError, Resolved, load
 from mpdist.errors import DoesNotFit
 from mpdist.plan_memory import MARGIN, Asked, held, loss_chunk_rows, rows
+from mpdist.plan_states import states_of
 
 GIB = 2**30
 LLAMA = "meta-llama/Llama-3.1-8B"
@@ -72,8 +73,10 @@ def test_a_batch_that_does_not_divide_names_both_neighbours_and_where_it_came_fr
     text = str(caught.value)
     assert "batch.global = 32 (command line)" in text
     assert "30 or 36" in text
-    with pytest.raises(ConfigError, match=r"batch\.global 16, or batch\.micro 1"):
+    with pytest.raises(ConfigError, match=r"batch\.global 16, or batch\.micro 1\."):
         made(tmp_path, "batch.global=8", "batch.micro=2", ranks=8)
+    with pytest.raises(ConfigError, match=r"batch\.global 16 or 32, or batch\.micro 3 or 6\."):
+        made(tmp_path, "batch.global=24", "batch.micro=4", ranks=4)
 
 
 def test_all_problems_with_a_world_come_at_once(tmp_path: Path) -> None:
@@ -107,6 +110,25 @@ def test_horizon(tmp_path: Path, overrides: tuple[str, ...], steps: int | None, 
     assert found.horizon_reason
 
 
+@pytest.mark.parametrize(
+    ("overrides", "line", "budget"),
+    [
+        ((), "200 steps = 12,800 sequences = 52,428,800 token slots", (200, None, 52_428_800)),
+        (("budget.steps=null", "budget.tokens=1e6"), "1,000,000 tokens = 4 steps or more", (4, 1_000_000, None)),
+        (("budget.steps=null", "budget.epochs=2"), "known once the data is prepared", (None, None, None)),
+    ],
+)
+def test_the_batch_and_the_budget_are_spelt_out(
+    tmp_path: Path, overrides: tuple[str, ...], line: str, budget: tuple[int | None, ...]
+) -> None:
+    found = made(tmp_path, "batch.global=64", "batch.micro=2", *overrides, ranks=4, nodes=2)
+    text = found.text()
+    assert "8 ranks x micro 2 x accumulation 4 = 64 sequences a step; x 4,096 = 262,144 token slots a step" in text
+    assert line in next(line for line in text.splitlines() if line.startswith("budget"))
+    told = found.to_json()["budget"]
+    assert (told["least_steps"], told["tokens"], told["token_slots"]) == budget
+
+
 # -- states -----------------------------------------------------------------------------------------------
 
 
@@ -134,6 +156,10 @@ def test_states_are_sixteen_bytes_a_parameter_and_copies_are_rows_of_their_own(
     found = rows(asked(**changes), shape())[0]
     states = sum(r.rest_bytes for r in found if r.row in plan.STATES)
     assert states == pytest.approx(bytes_each * shape().total)
+    told = states_of(asked(**changes))
+    assert told.per_rank == bytes_each
+    assert told.why.startswith(f"{told.total:.2f} B a trainable parameter: {told.master} ")
+    assert f"+ {told.gradient} gradient + {told.moments} moments" in told.why
 
 
 def test_a_dimension_that_does_not_divide_is_rounded_up_on_the_first_rank() -> None:
@@ -351,6 +377,22 @@ def test_a_position_table_that_ends_is_a_refusal(tmp_path: Path) -> None:
     gpt2 = arch.from_mapping({"model_type": "gpt2"}, "test")
     with pytest.raises(ConfigError, match="ends at 1024"):
         plan.make(config, gpt2, 8, 1)
+
+
+def test_the_text_says_why_states_take_what_they_take(tmp_path: Path) -> None:
+    def why(*overrides: str) -> str:
+        return next(line for line in made(tmp_path, *overrides).text().splitlines() if line.startswith("  why: "))
+
+    assert "16.00 B" in why()
+    assert "a working copy of 2 is gathered block by block; the textbook's 2 + 2 + 12" in why()
+    assert (
+        "18.00 B a trainable parameter: 4 master + 4 gradient + 8 moments; + 2 for the working copy that ddp keeps"
+        in why("shard.engine=ddp")
+    )
+    assert "16.00 B" in why("shard.engine=ddp", "precision.compute=fp32")
+    assert "8.00 B a trainable parameter: 2 weight + 2 gradient + 4 moments" in why("precision.master=compute")
+    assert "FP32 masters would make it 16" in why("precision.master=compute")
+    assert "whole on each rank" in why("shard.engine=deepspeed", "shard.stage=2")
 
 
 def test_text_names_pure_sixteen_bit_and_the_host(tmp_path: Path) -> None:

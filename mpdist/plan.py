@@ -16,7 +16,7 @@ from mpdist.config import Config, check_world
 from mpdist.errors import ConfigError, DoesNotFit, MpdistError, UsageError
 from mpdist.plan_advice import Candidate, MoreRanks, Suggestion, advise, candidates
 from mpdist.plan_memory import MARGIN, Asked, Row, ledger_of, loss_chunk_rows
-from mpdist.plan_search import Search
+from mpdist.plan_search import Search, divisors
 from mpdist.plan_states import states_of
 from mpdist.plan_traffic import Traffic, traffic
 from mpdist.space import Saves, planned
@@ -304,7 +304,7 @@ def _batch_problems(asked: Asked, origin: Callable[[str], str]) -> list[MpdistEr
         return []
     low = asked.global_ // each * each
     do = f"Take batch.global {_either([n for n in (low, low + each) if n])}"
-    micros = [m for m in range(1, asked.global_ + 1) if asked.global_ % (m * asked.ranks) == 0]
+    micros = divisors(asked.global_ // asked.ranks) if asked.global_ % asked.ranks == 0 else []
     nearest = [m for m in micros if m < asked.micro][-1:] + [m for m in micros if m > asked.micro][:1]
     do += f", or batch.micro {_either(nearest)}." if nearest else "."
     return [

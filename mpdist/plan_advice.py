@@ -20,14 +20,16 @@ MOST_RANKS = 2**16  # beyond it nobody is sent to look for more
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A change of settings, the peak that it gives, and whether that fits."""
+    """A change of settings, the peak that it gives, whether that fits, and whether by less than the estimate may be off."""
 
     change: str
     peak_bytes: int
     fits: bool
+    is_close: bool = False
 
     def __str__(self) -> str:
         verdict = "fits" if self.fits else "still too much"
+        verdict += f", with less than {MARGIN:.0%} to spare" if self.is_close else ""
         return f"{self.change or 'as configured'}: peak {format_bytes(self.peak_bytes)}, {verdict}"
 
 
@@ -111,7 +113,7 @@ def advise(search: Search) -> tuple[list[Suggestion], MoreRanks | None]:
         half = {"precision.compute": "bf16"}
         cfg, asked = with_values(search.cfg, half), replace(search.asked, compute="bf16")
         narrow = Search(cfg, asked, search.arch, search.memory)
-        ways = [Suggestion("", narrow.peak(asked), True)] if narrow.fits(asked) else smallest(narrow, 1)
+        ways = [_suggestion(narrow, asked)] if narrow.fits(asked) else smallest(narrow, 1)
         found += [replace(way, change=f"{overrides(half)} {way.change}".rstrip()) for way in ways]
     return found, more_ranks(search)
 
@@ -161,7 +163,12 @@ def smallest(search: Search, count: int = 3) -> list[Suggestion]:
     first = {frozenset(search.settings(one)): one for one in reversed(kept)}
     chosen = [one for one in kept if one in first.values()] + [one for one in kept if one not in first.values()]
     chosen = sorted(chosen[:count], key=lambda one: (len(search.settings(one)), search.order(one)))
-    return [Suggestion(search.change(one), search.peak(one), True) for one in chosen]
+    return [_suggestion(search, one) for one in chosen]
+
+
+def _suggestion(search: Search, asked: Asked) -> Suggestion:
+    fits = search.fits(asked)
+    return Suggestion(search.change(asked), search.peak(asked), fits, fits and not search.fits(asked, 1 - MARGIN))
 
 
 def _beats(search: Search, one: Asked, other: Asked) -> bool:
@@ -193,10 +200,14 @@ def _fitting(search: Search, keys: int) -> Iterator[Asked]:
 
 def nearest(search: Search) -> Suggestion:
     """The settings with the smallest peak, for a job that none makes fit."""
-    every = (replace(layout, micro=m, checkpointing="full") for layout in search.layouts for m in search.micros)
-    tried = [one for one in every if one.micro <= search.asked.micro and search.allowed(one)]
-    best = min(tried or [search.asked], key=lambda one: (search.peak(one), search.order(one)))
-    return Suggestion(search.change(best), search.peak(best), search.fits(best))
+    best = search.asked
+    every = [replace(layout, micro=m, checkpointing="full") for layout in search.layouts for m in search.micros]
+    for one in sorted(every, key=search.floor):
+        if search.floor(one) > search.peak(best):
+            break
+        if one.micro <= search.asked.micro and search.peak(one) <= search.peak(best) and search.allowed(one):
+            best = min(best, one, key=lambda one: (search.peak(one), search.order(one)))
+    return _suggestion(search, best)
 
 
 def room(search: Search) -> Suggestion | None:
@@ -204,7 +215,7 @@ def room(search: Search) -> Suggestion | None:
     for micro in search.micros:
         one = replace(search.asked, micro=micro)
         if micro > search.asked.micro and search.fits(one, 1 - MARGIN) and search.allowed(one):
-            return Suggestion(search.change(one), search.peak(one), True)
+            return _suggestion(search, one)
     return None
 
 

@@ -8,6 +8,7 @@ rounding. What an engine cannot do is asked of the check that a configuration go
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -19,6 +20,7 @@ from mpdist.config.rules import SUPPORT, check
 from mpdist.formats import bytes_of
 from mpdist.plan_memory import Asked, Ledger, ledger_of
 from mpdist.plan_recompute import recomputed_blocks
+from mpdist.plan_states import states_of
 from mpdist.plan_traffic import traffic
 from mpdist.plan_zero import number
 
@@ -53,8 +55,7 @@ class Search:
         self._ledgers: dict[Asked, Ledger] = {}
         self._sent: dict[Asked, tuple[int, int]] = {}
         self._recompute: dict[str, float] = {}
-        each = asked.global_ // asked.ranks
-        self.micros = [m for m in range(each, 0, -1) if each % m == 0]  # the largest first
+        self.micros = divisors(asked.global_ // asked.ranks)[::-1]  # the largest first
 
     # -- what each needs and costs ------------------------------------------------------------------------------
 
@@ -67,7 +68,25 @@ class Search:
         return self.ledger(asked).peak_bytes
 
     def fits(self, asked: Asked, room: float = 1.0) -> bool:
-        return self.peak(asked) <= room * self.memory
+        most = room * self.memory
+        return self.floor(asked) <= most and self.peak(asked) <= most
+
+    def floor(self, asked: Asked) -> int:
+        """Bytes that the peak is not below, found at once: states, and what is there of the whole model."""
+        a, states = asked, states_of(asked)
+        c, total = bytes_of(a.compute), self.arch.total
+        on_device = a.offload == "none" or a.device == "cpu"
+        found = (states.master + states.moments) * self._trainable // a.shard_size if on_device else 0
+        if a.engine == "ddp":
+            return found + (states.gradient + states.working) * self._trainable
+        if on_device and a.when == "last" and a.accumulation > 1:  # whole gradients until the last micro-batch
+            found += 4 * self._trainable
+        whole = a.stage < 3 and (a.engine == "deepspeed" or a.shard_size > 1)
+        return found + (c * total if whole else 0)
+
+    @cached_property
+    def _trainable(self) -> int:
+        return sum(p.count for p in self.arch.split(self.asked.freeze)[0])
 
     def recompute(self, checkpointing: str) -> float:
         """FLOPs of forward that are done again, as a share of forward's own."""
@@ -207,6 +226,12 @@ class Search:
             if part and self.fits(part[-1], room):
                 return part[bisect.bisect_left(part, True, key=lambda one: self.fits(one, room))]
         return None
+
+
+def divisors(n: int) -> list[int]:
+    """In ascending order."""
+    low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return low + [n // d for d in reversed(low) if d * d != n]
 
 
 def overrides(settings: Mapping[str, str | int]) -> str:

@@ -181,7 +181,7 @@ def text(plan: Plan) -> str:
 
 def beside_text(folder: str, plan: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
     """What a run planned and what it measured. plan: its plan.json. rows: as plan_command.beside gives them."""
-    lines = [f"run        {folder}: {plan.get('ranks')} ranks on {plan.get('nodes')} nodes, {plan.get('model')}"]
+    lines = [f"run        {folder}: ranks {plan.get('ranks')}, nodes {plan.get('nodes')}; {plan.get('model')}"]
     if not rows:
         lines.append("measured   nothing yet: a run writes ledger.json after its first applied step")
         rows = [

@@ -18,7 +18,7 @@ from mpdist.errors import DoesNotFit
 from mpdist.plan_advice import Candidate, advise, candidates, smallest
 from mpdist.plan_memory import MARGIN, Asked, rows
 from mpdist.plan_recompute import recomputed_flops
-from mpdist.plan_search import KEYS, Search, with_values
+from mpdist.plan_search import KEYS, Search, divisors, with_values
 
 GIB = 2**30
 # Small enough that every setting can be tried: 4 blocks, 113 M parameters, 2 of 3 in the vocabulary's tables.
@@ -100,14 +100,14 @@ def _left_out(search: Search, one: Asked) -> bool:
     return one.when == "last" and one.offload != "none" and search.asked.when != "last"
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize(("ranks", "nodes"), [(4, 1), (2, 2), (1, 1)])
+@pytest.mark.parametrize(
+    ("engine", "ranks", "nodes"),
+    [*((engine, 2, 2) for engine in ENGINES), ("hsdp", 4, 1), ("ddp", 1, 1), ("fsdp2", 1, 1), ("zero 2 last", 1, 1)],
+)
 def test_everything_suggested_loads_and_needs_what_it_says(tmp_path: Path, engine: str, ranks: int, nodes: int) -> None:
-    if ranks * nodes % 2 and engine == "hsdp":
-        pytest.skip("one rank has no replicas")
     asked = resolved(tmp_path, *ENGINES[engine])
     told = 0
-    for share in (1.2, 0.9, 0.5, 0.3, 0.1):
+    for share in (1.2, 0.6, 0.3, 0.1):
         memory = part(made(asked, ranks, nodes), share)
         search = search_of(asked, ranks, nodes, memory)
         suggestions, _ = advise(search)
@@ -118,9 +118,11 @@ def test_everything_suggested_loads_and_needs_what_it_says(tmp_path: Path, engin
         ]:
             again = made(resolved(tmp_path, *ENGINES[engine], *shlex.split(change)), ranks, nodes, memory)
             assert (again.peak_bytes, again.fits) == (promised, fits), change
+            assert again.is_close is (fits and promised > (1 - MARGIN) * memory)
             assert again.batch.global_ == 32
             assert ("deepspeed" in change) is False  # it is for those who ask for it
             told += 1
+        assert all(s.is_close is (s.fits and s.peak_bytes > (1 - MARGIN) * memory) for s in suggestions)
         keys = [[setting.split("=")[0] for setting in shlex.split(s.change)] for s in suggestions]
         assert all(len(set(k)) == len(k) for k in keys)
         for c in found:
@@ -128,7 +130,7 @@ def test_everything_suggested_loads_and_needs_what_it_says(tmp_path: Path, engin
             assert sum(t.sent_within for t in again.traffic) == c.sent_within
             assert sum(t.sent_between for t in again.traffic) == c.sent_between
             assert c.asked.micro <= search.asked.micro
-    assert told >= 10
+    assert told >= 8
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -176,6 +178,14 @@ def test_no_fewer_keys_make_it_fit_than_the_first_suggestion_changes(tmp_path: P
         # Of what changes as few keys the cheapest comes first.
         fewest = [one for one in fitting if len(search.settings(one)) == counts[0]]
         assert told[0].change in {search.change(o) for o in fewest if search.cost(o) == min(map(search.cost, fewest))}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_is_left_out_at_once_could_not_fit(tmp_path: Path, engine: str) -> None:
+    search = search_of(resolved(tmp_path, *ENGINES[engine]), 4, 1, 1)
+    shares = [search.floor(one) / search.peak(one) for one in every_setting(search)]
+    assert max(shares) <= 1
+    assert max(shares) > 0.1  # overhead and activations are most of this small model
 
 
 def test_ddp_comes_before_stage_two_before_stage_three_before_offload(tmp_path: Path) -> None:
@@ -370,6 +380,12 @@ def test_a_fragment_needs_a_memory_and_something_that_fits(tmp_path: Path, capsy
     with pytest.raises(UsageError, match="model type 'bert'"):
         plan_command.run(unknown, ranks=4, nodes=1, memory_bytes=GIB, as_json=False, suggest=True)
     assert capsys.readouterr().out == ""
+
+
+def test_divisors() -> None:
+    assert divisors(1) == [1]
+    assert divisors(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36]
+    assert all(divisors(n) == [d for d in range(1, n + 1) if n % d == 0] for n in range(1, 200))
 
 
 def test_values_are_set_under_their_names(tmp_path: Path) -> None:

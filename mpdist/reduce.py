@@ -28,6 +28,8 @@ from mpdist.dist import Level, Mesh
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+_PIECE = 2**18  # elements of a sample that are looked at together
+
 
 @dataclass
 class Bytes:
@@ -163,9 +165,19 @@ class Wire:
         return torch.stack([torch.stack(sums[:-1]).sum(), sums[-1]]) if len(sums) > 1 else None
 
     def _note(self, before: torch.Tensor | None, after: torch.Tensor, holders: int = 1) -> None:
-        """Adds squares to the sample: of what rounding lost, or of `after` itself. holders: ranks that note the same."""
-        values = after.double() if before is None else after.double() - before.double()
-        self._sums.append(values.square().sum() / holders)
+        """Adds squares to the sample: of what rounding lost, or of `after` itself. holders: ranks that note the same.
+
+        In pieces: FP64 images of a whole bucket would be the highest point of the step's memory.
+        """
+        pieces = after.reshape(-1).split(_PIECE)
+        others = before.reshape(-1).split(_PIECE) if before is not None else [None] * len(pieces)
+        total = torch.zeros((), dtype=torch.float64, device=after.device)
+        for piece, other in zip(pieces, others, strict=True):
+            values = piece.double()
+            if other is not None:
+                values -= other
+            total += values.square_().sum()
+        self._sums.append(total / holders)
 
     def _cast(self, tensor: torch.Tensor, holders: int = 1) -> torch.Tensor:
         sent = tensor.to(self.wire)
@@ -204,7 +216,7 @@ class Wire:
         if total is not out:
             out.copy_(total)
             if self._sampling:
-                self._note(addends.double().sum(0), out, holders)
+                self._note(_exact_sum(addends), out, holders)
 
     def _all_reduce(self, tensor: torch.Tensor, levels: tuple[Level, ...]) -> Callable[[], None]:
         if not levels:
@@ -253,6 +265,14 @@ class Wire:
         received = torch.empty(level.size * sent.numel(), dtype=self.wire, device=tensor.device)
         work = _gather(received, sent, group=level.group, async_op=True)
         return lambda: _finish(work, tensor, received[: tensor.numel()])
+
+
+def _exact_sum(addends: torch.Tensor) -> torch.Tensor:
+    """[ranks, n] -> [n] in FP32, each element added up in FP64."""
+    out = torch.empty(addends.shape[1], dtype=torch.float32, device=addends.device)
+    for target, piece in zip(out.split(_PIECE), addends.split(_PIECE, dim=1), strict=True):
+        target.copy_(piece.double().sum(0))
+    return out
 
 
 def _finish(work: dist.Work, tensor: torch.Tensor, result: torch.Tensor) -> None:

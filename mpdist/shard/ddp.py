@@ -58,6 +58,8 @@ class Ddp:
         self._first = True
         self._last = False
         self._grads: list[torch.Tensor] | None = None
+        if ranks == 1 and self._own_sum:
+            self._grads = [torch.empty_like(p.tensor, dtype=torch.float32) for p in self._trainable]
         self._buckets: list[_Bucket] = self._build_buckets() if ranks > 1 else []
         self._poisoned = False
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" and ranks > 1 else None
@@ -199,8 +201,7 @@ class Ddp:
         if not self._own_sum:
             self._grads = grads
             return
-        if self._grads is None:
-            self._grads = [torch.empty_like(p.tensor, dtype=torch.float32) for p in self._trainable]
+        assert self._grads is not None
         if self._first:
             torch._foreach_copy_(self._grads, grads)
         else:

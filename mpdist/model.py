@@ -146,18 +146,23 @@ def checkpoint_blocks(blocks: list[nn.Module], mode: str) -> None:
     if mode == "none":
         return
     step = int(mode.split()[1]) if mode.startswith("every") else 1
-    context: dict[str, Any] = {"context_fn": _save_products} if mode == "selective" else {}
     for block in blocks[::step]:
+        products = sum(param.dim() == 2 for param in block.parameters())
+        context = {"context_fn": functools.partial(_save_products, products)} if mode == "selective" else {}
         block.forward = functools.partial(
             checkpoint, block.forward, use_reentrant=False, preserve_rng_state=True, **context
         )
 
 
-def _save_products() -> Any:
-    """Selective checkpointing: keep attention and every second matrix product, recompute the rest."""
+def _save_products(products: int) -> Any:
+    """Selective checkpointing: keep attention and every second matrix product, recompute the rest.
+
+    products: how many a block has, attention's own left out (they come in twos). The last one is never kept: it closes the
+    block, and what it gives is needed by nothing before the next one.
+    """
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-    products = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
+    kinds = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
     attention = {
         getattr(torch.ops.aten, name).default
         for name in (
@@ -173,9 +178,9 @@ def _save_products() -> Any:
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if op in attention:
             return CheckpointPolicy.MUST_SAVE
-        if op in products:
+        if op in kinds:
             seen[ctx.is_recompute] += 1
-            if seen[ctx.is_recompute] % 2 == 1:
+            if seen[ctx.is_recompute] % 2 != products % 2:
                 return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -26,8 +26,8 @@ def recomputed_blocks(arch: Arch, seq_len: int, selective: bool, eager: bool = F
     """The same for each block by itself, where it is checkpointed.
 
     Whole: all but its last product, which nobody needs again where nothing behind it keeps its output (no dropout, norm or
-    routing): torch stops there. selective: every second product from the second on, as ``model.checkpoint_blocks`` keeps
-    them; attention only where it is made of products itself (eager), experts always.
+    routing): torch stops there. selective: every second product, the last one and every other before it, as
+    ``model.checkpoint_blocks`` leaves them; attention only where it is made of products itself (eager), experts always.
     """
     blocks: list[list[Param]] = [[] for _ in range(arch.layers)]
     for p in arch.params:
@@ -59,5 +59,5 @@ def _products(arch: Arch, seq_len: int, block: list[Param], eager: bool, selecti
     if not needed:
         parts[-1] = 0.0
     if selective:
-        return sum(parts[1::2]) + experts
+        return sum(parts[::-1][::2]) + experts
     return sum(parts) + scores + experts

@@ -18,7 +18,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from mpdist.arch_families import FAMILIES, FIELDS, Family, Shape
+from mpdist.arch_families import FAMILIES, FIELDS, Family, Shape, attends
 from mpdist.errors import UsageError
 
 
@@ -50,7 +50,8 @@ class Arch:
     passes beside its experts. ``learned_positions``: they come from a table that ends at ``max_positions``; elsewhere
     ``rotary_dim`` elements of each head are rotated. ``activation``: its name in transformers. Dropout is a probability:
     of attention scores, and of what a block adds to the stream. ``whole_logits``: the loss takes the model's own logits,
-    since they are more than its head's product (capped, scaled) or a router's loss comes with them.
+    since they are more than its head's product (capped, scaled) or a router's loss comes with them. ``attends``: how many
+    tokens each layer attends to, 0 for all.
     """
 
     model_type: str
@@ -69,6 +70,7 @@ class Arch:
     attention_dropout: float
     hidden_dropout: float
     whole_logits: bool
+    attends: tuple[int, ...]
     experts: int
     experts_per_token: int
     shared_intermediate: int
@@ -311,6 +313,7 @@ def from_mapping(config: Mapping[str, Any], source: str, inline: bool = False) -
         attention_dropout=attention_dropout,
         hidden_dropout=hidden_dropout,
         whole_logits=family.makes_whole_logits(config),
+        attends=attends(config, shape),
         experts=shape.experts,
         experts_per_token=shape.experts_per_token,
         shared_intermediate=shape.shared_intermediate if shape.experts else 0,
@@ -357,14 +360,19 @@ def look(
         )
     if path.startswith(("/", ".", "~")) or path.count("/") > 1:
         return Unknown(f"there is no folder {path}", missing=True)
-    cached = _hub_cache_file(path, revision)
+    cached = hub_cache_file(path, revision)
     if cached is not None:
         return from_mapping(_read_json(cached, cached.parent), str(cached))
-    known = json.loads(Path(__file__).with_name("arch_known.json").read_text("utf-8"))
-    for entry in known:
-        if path in entry["ids"]:
-            return from_mapping(entry["config"], f"the shape known for {path}")
+    known = known_config(path)
+    if known is not None:
+        return from_mapping(known, f"the shape known for {path}")
     return Unknown(f"'{path}' is not in the local cache")
+
+
+def known_config(hub_id: str) -> Mapping[str, Any] | None:
+    """What config.json of a hub id says of its shape, where this package carries it."""
+    known = json.loads(Path(__file__).with_name("arch_known.json").read_text("utf-8"))
+    return next((entry["config"] for entry in known if hub_id in entry["ids"]), None)
 
 
 def _read_json(file: Path, folder: Path) -> Mapping[str, Any]:
@@ -383,7 +391,7 @@ def _read_json(file: Path, folder: Path) -> Mapping[str, Any]:
     return value
 
 
-def _hub_cache_file(hub_id: str, revision: str | None) -> Path | None:
+def hub_cache_file(hub_id: str, revision: str | None) -> Path | None:
     """config.json of a hub id in the Hugging Face cache folder, found by that folder's documented layout."""
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     hub = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")

@@ -140,7 +140,7 @@ def _launch(argv: Sequence[str]) -> int:
 
 
 # Options of `plan` that a run has answered.
-_OF_A_CONFIG = ("ranks", "nodes", "memory", "gpu", "peak", "network", "suggest", "overrides")
+_OF_A_CONFIG = ("ranks", "nodes", "memory", "gpu", "peak", "network", "suggest", "simulate", "overrides")
 
 
 def _plan(argv: Sequence[str]) -> int:
@@ -163,7 +163,13 @@ def _plan(argv: Sequence[str]) -> int:
     form.add_argument("--json", action="store_true", help="print the plan as JSON")
     form.add_argument("--suggest", action="store_true", help="print the cheapest settings that fit, as YAML")
     parser.add_argument("--html", metavar="FILE", help="draw the plan, and the settings that fit, into a file")
+    parser.add_argument("--simulate", action="store_true", help="prove it: play the job on fake tensors (with torch)")
+    parser.add_argument(
+        "--every-layer", action="store_true", help="with --simulate: play all blocks, not a few of many"
+    )
     arguments = _parse(parser, argv)
+    if arguments.every_layer and not arguments.simulate:
+        parser.error("--every-layer says how to --simulate")
     import os
 
     if os.path.isdir(arguments.config):
@@ -193,6 +199,8 @@ def _plan(argv: Sequence[str]) -> int:
         gpu=arguments.gpu,
         peak=None if arguments.peak is None else arguments.peak * 1e12,
         network=network,
+        simulate=arguments.simulate,
+        every_layer=arguments.every_layer,
     )
 
 

@@ -148,7 +148,9 @@ def checkpoint_blocks(blocks: list[nn.Module], mode: str) -> None:
     step = int(mode.split()[1]) if mode.startswith("every") else 1
     for block in blocks[::step]:
         products = sum(param.dim() == 2 for param in block.parameters())
-        context = {"context_fn": functools.partial(_save_products, products)} if mode == "selective" else {}
+        context: dict[str, Any] = (
+            {"context_fn": functools.partial(_save_products, products)} if mode == "selective" else {}
+        )
         block.forward = functools.partial(
             checkpoint, block.forward, use_reentrant=False, preserve_rng_state=True, **context
         )

@@ -17,6 +17,7 @@ from mpdist.errors import ConfigError, DoesNotFit, MpdistError, UsageError
 from mpdist.plan_advice import Candidate, MoreRanks, Suggestion, advise, candidates
 from mpdist.plan_memory import MARGIN, Asked, Row, ledger_of, loss_chunk_rows
 from mpdist.plan_search import Search, divisors
+from mpdist.plan_simulated import Simulated
 from mpdist.plan_states import states_of
 from mpdist.plan_traffic import Traffic, traffic
 from mpdist.space import Saves, planned
@@ -83,6 +84,7 @@ class Plan:
     candidates: tuple[Candidate, ...] = ()  # settings that fit, cheapest first, where somebody has asked for them
     time: Time | None = None  # of a step, where the device is known
     time_unknown: str = ""  # why it is not, where a device was named
+    simulation: Simulated | None = None  # where somebody has asked for one; `fits` follows it
 
     def to_json(self) -> dict[str, Any]:
         a, b = self.asked, self.batch
@@ -105,6 +107,7 @@ class Plan:
             "more_ranks": self.more_ranks.to_json() if self.more_ranks is not None else None,
             "candidates": [c.to_json() for c in self.candidates],
             "time": self.time.json() if self.time is not None else None,
+            "simulation": self.simulation.to_json() if self.simulation is not None else None,
             "batch": {
                 "micro": b.micro,
                 "accumulation": b.accumulation,
@@ -152,6 +155,18 @@ class Plan:
 
         return text(self)
 
+    def simulated(self, found: Simulated) -> Plan:
+        """This plan with a simulation, whose peak decides whether it fits."""
+        fits = None if self.memory_bytes is None else found.total <= self.memory_bytes
+        return replace(self, simulation=found, fits=fits, parameters=found.parameters, trainable=found.trainable)
+
+    @property
+    def foreseen(self) -> tuple[int, str] | None:
+        """(bytes of the rank's peak, its moment): the simulation's where there is one, else the formula's."""
+        if self.simulation is not None:
+            return self.simulation.total, self.simulation.moment
+        return None if self.peak_bytes is None else (self.peak_bytes, self.peak_moment)
+
     @property
     def least_steps(self) -> int | None:
         """Steps that the budget takes where no slot is padding; None where data or the clock decide."""
@@ -160,20 +175,21 @@ class Plan:
     @property
     def is_close(self) -> bool:
         """Whether it fits, but by less than the estimate may be off."""
-        if not self.fits or self.peak_bytes is None or self.memory_bytes is None:
+        if not self.fits or self.foreseen is None or self.memory_bytes is None:
             return False
-        return self.peak_bytes > (1 - MARGIN) * self.memory_bytes
+        return self.foreseen[0] > (1 - MARGIN) * self.memory_bytes
 
     def require_fit(self) -> None:
         """Raises DoesNotFit where the plan says that memory is too small; silent where it fits or cannot be known."""
-        if self.fits is not False or self.peak_bytes is None or self.memory_bytes is None:
+        if self.fits is not False or self.foreseen is None or self.memory_bytes is None:
             return
+        peak, moment = self.foreseen
         from mpdist.plan_text import takes
 
         do = [str(s) for s in self.suggestions]
         raise DoesNotFit(
-            f"the plan needs {format_bytes(self.peak_bytes)} a rank and there are {format_bytes(self.memory_bytes)}",
-            f"the peak is at {self.peak_moment}; `mpdist plan` shows what holds it",
+            f"the plan needs {format_bytes(peak)} a rank and there are {format_bytes(self.memory_bytes)}",
+            f"the peak is at {moment}; `mpdist plan` shows what holds it",
             "; or ".join(do if any(s.fits for s in self.suggestions) else [*do, takes(self)]),
         )
 

@@ -40,12 +40,15 @@ def run(
     gpu: str | None = None,
     peak: float | None = None,
     network: float | None = None,
+    simulate: bool = False,
+    every_layer: bool = False,
 ) -> int:
     """Prints the plan; status 3 where it does not fit. ranks: of one node; None as the config says.
 
     suggest: print the cheapest settings that fit as YAML instead; status 3 where none do. html: a file to draw it into.
     gpu: its name, for its memory (unless memory_bytes is given) and its rates. peak: FLOP/s of one device, instead of the
-    data sheet's. network: bytes/s that a node can send to others.
+    data sheet's. network: bytes/s that a node can send to others. simulate: also play it on fake tensors, which takes torch
+    and some seconds; every_layer: with all of the model's blocks.
     """
     cfg = resolved.config
     device = None
@@ -65,6 +68,10 @@ def run(
     plan = make(cfg, shape, ranks, nodes, memory_bytes, lambda name: origin(name, "config"), alternatives=True)
     if isinstance(shape, Arch) and (device is not None or peak is not None):
         plan = _timed(plan, cfg, shape, device, peak, network)
+    if simulate:
+        from mpdist.simulate import simulate as play
+
+        plan = plan.simulated(play(cfg, plan.asked, every_layer))
     if html is not None:
         _draw(plan, html)
     if suggest:

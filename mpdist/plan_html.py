@@ -147,8 +147,22 @@ def view_of(plan: Plan, measured: Mapping[str, tuple[int, int]] | None = None) -
         footnotes=notes,
         measured=measured,
         memory_bytes=plan.memory_bytes,
+        **_played(plan),
         host=frozenset(r.row for r in plan.rows if r.host),
     )  # fmt: skip
+
+
+def _played(plan: Plan) -> dict[str, Any]:
+    """View's fields of a simulation, its assumed overhead added so that it stands beside the formula's."""
+    found = plan.simulation
+    if found is None:
+        return {}
+    over = {"overhead": found.overhead}
+    return {
+        "simulated": [(part, {**over, **held}) for part, held in found.parts.items()],
+        "samples": [(moment, {**over, **held}) for moment, held in found.samples],
+        "samples_of": found.how() if len(found.played) == 1 else f"{found.played[-1]} of {found.layers} blocks",
+    }
 
 
 def _choices(plan: Plan) -> list[Choice]:

@@ -167,6 +167,18 @@ class _Sizes:
     root_elements: int
 
 
+def step_temporaries(fused: bool, largest: int) -> int:
+    """Bytes that AdamW takes beside its states while it moves a tensor; largest: elements of the largest on this rank.
+
+    torch's fused kernel works in place; its plain loop makes a root and a quotient of the second moment, both FP32.
+    """
+    return 0 if fused else 2 * 4 * largest
+
+
+def step_text(fused: bool) -> str:
+    return "none: the fused step works in place" if fused else "a root and a quotient in FP32, of the largest tensor"
+
+
 def held(param: Param, shard_size: int) -> int:
     """Elements of a parameter on rank 0: torch shards the first dimension, rounding up."""
     return -(-param.shape[0] // shard_size) * prod(param.shape[1:])
@@ -299,11 +311,10 @@ def _moments(asked: Asked, arch: Arch, s: _Sizes) -> tuple[dict[str, Moment], di
     comm_block, comm_root, comm_text = _comm(asked, s)
     gradients, early, wide = _gradients(asked, s)
     largest = max(held(q, asked.shard_size) for q in arch.params)
-    loop = asked.fused or asked.device == "cpu"
-    step = 4 * (largest if loop else s.trainable)
+    step = step_temporaries(asked.fused, largest)
     before = {"working": work_peak, "gradients": early + wide}
     texts = {"working": work_text, "activations": act_text, "logits": logit_text, "comm": comm_text}
-    texts["optimizer_temporaries"] = "the largest tensor once more" if loop else "one more copy of the parameters"
+    texts["optimizer_temporaries"] = step_text(asked.fused)
     found = {
         "the loss": {**before, "activations": stored, "logits": making},
         "the start of backward": {**before, "activations": stored + running, "logits": kept},

@@ -75,9 +75,38 @@ def _budget(plan: Plan) -> str:
     return f"budget     {text}{horizon}"
 
 
+def _simulation(plan: Plan) -> list[str]:
+    """What the simulation found, row by row beside the formula's."""
+    found = plan.simulation
+    if found is None:
+        return []
+    by_formula = {row.row: row.peak_bytes for row in plan.rows}
+    at_peak = found.parts[found.moment]
+    names = dict.fromkeys(row for held in (found.rest, *found.parts.values()) for row in held)
+    cells = [
+        (
+            name,
+            format_bytes(found.rest.get(name, 0)),
+            format_bytes(found.own_peak(name)),
+            format_bytes(at_peak.get(name, 0)),
+            _bytes(by_formula.get(name)),
+        )
+        for name in names
+        if found.own_peak(name)
+    ]
+    over = format_bytes(found.overhead)
+    total = ("the rank's peak", "", "", format_bytes(found.total), _bytes(plan.peak_bytes))
+    lines = ["", f"simulation of rank 0 ({found.how()}, {found.seconds:.1f} s): peak at {found.moment}"]
+    head = ("row", "at rest", "own peak", "at the peak", "own peak by formula")
+    lines += _table(head, [*cells, ("overhead", over, over, over, _bytes(by_formula.get("overhead"))), total])
+    if plan.peak_bytes is not None:
+        lines.append(f"  the formula is {plan.peak_bytes / found.total - 1:+.1%} off the simulation's peak")
+    return lines
+
+
 def _memory(plan: Plan) -> list[str]:
     if plan.peak_bytes is None or plan.states_bytes is None:
-        return ["memory     unknown until the model is built"]
+        return ["memory     unknown by formula", *_simulation(plan), *_verdict(plan)]
     lines = ["", "memory of the rank that holds the most"]
     cells = []
     for row in plan.rows:
@@ -98,14 +127,7 @@ def _memory(plan: Plan) -> list[str]:
     per = f" = {plan.states_bytes / plan.trainable:.2f} B a trainable parameter on this rank" if plan.trainable else ""
     lines.append(f"  states (parameters, working, gradients, moments) {format_bytes(plan.states_bytes)}{per}")
     lines.append(f"  why: {states_of(plan.asked).why}")
-    if plan.memory_bytes is None:
-        lines.append("fits       unknown: give --memory, such as 80GiB, to hear a verdict")
-    else:
-        verdict = "yes" if plan.fits else "NO"
-        close = f", with less to spare than the estimate is good for ({MARGIN:.0%})" if plan.is_close else ""
-        lines.append(
-            f"fits       {verdict}: {format_bytes(plan.peak_bytes)} of {format_bytes(plan.memory_bytes)}{close}"
-        )
+    lines += [*_simulation(plan), *_verdict(plan)]
     if plan.suggestions:
         enough = any(suggestion.fits for suggestion in plan.suggestions)
         said = "room for" if plan.fits else "smallest changes that make it fit" if enough else "nearest"
@@ -113,6 +135,17 @@ def _memory(plan: Plan) -> list[str]:
     if plan.fits is False and not any(suggestion.fits for suggestion in plan.suggestions):
         lines.append("none of it is enough, nor all together: it takes " + takes(plan))
     return [*lines, *_candidates(plan)]
+
+
+def _verdict(plan: Plan) -> list[str]:
+    if plan.memory_bytes is None:
+        return ["fits       unknown: give --memory, such as 80GiB, to hear a verdict"]
+    if plan.foreseen is None:
+        return []
+    verdict = "yes" if plan.fits else "NO"
+    close = f", with less to spare than the estimate is good for ({MARGIN:.0%})" if plan.is_close else ""
+    by = " by simulation" if plan.simulation is not None else ""
+    return [f"fits       {verdict}{by}: {format_bytes(plan.foreseen[0])} of {format_bytes(plan.memory_bytes)}{close}"]
 
 
 def takes(plan: Plan) -> str:

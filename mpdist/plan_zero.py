@@ -88,6 +88,7 @@ class _Zero:
         self.counts = [p.count for p in trainable]
         self.trainable, self.all = sum(self.counts), arch.total
         self.mine = cut(self.counts, self.stage, asked.ranks)
+        self.stepping = 0 if asked.fused else 2 * 4 * min(max(self.counts, default=0), self.mine)
         self.bucket, self.live = buckets([p.count for p in arch.params])
         self.in_block = max(p.count for p in arch.params if p.block >= 0)
         self.head = max((p.count for p in trainable if p.group == "head"), default=0)
@@ -169,7 +170,7 @@ def _moments(z: _Zero, activations: tuple[int, int, str], logits: tuple[int, int
             "gathered": whole, "gradients": early, "activations": stored + running, "logits": kept, "comm": filling
         },
         "the end of backward": {"gathered": min(whole, z.c * max(largest, z.in_block)), "comm": leaving(last)},
-        "the optimizer's step": {"gradients": sums, "optimizer_temporaries": 4 * min(largest, z.mine)},
+        "the optimizer's step": {"gradients": sums, "optimizer_temporaries": z.stepping},
     }  # fmt: skip
     end = found["the end of backward"]
     if z.stage == 1:  # those in a bucket are nowhere else
@@ -210,7 +211,9 @@ def _texts(z: _Zero, activations: str, logits: str) -> dict[str, str]:
         "activations": activations,
         "logits": logits,
         "comm": comm + f" in {asked.wire}" if asked.ranks > 1 else comm,
-        "optimizer_temporaries": "the largest tensor once more",
+        "optimizer_temporaries": "none: the fused step works in place"
+        if asked.fused
+        else "a root and a quotient in FP32, of the largest piece",
     }
     if z.stage == 3:
         texts["gathered"] = f"{z.c} B a parameter: up to {whole} of them whole at once, up to {twice} twice"

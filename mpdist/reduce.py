@@ -64,7 +64,7 @@ class Wire:
         self._sampling = False  # the next reduction is looked at
         self._sums: list[torch.Tensor] = []  # of the last sample: squares of the error, squares of the result
         # An FP32 wire is summed in FP32 by NCCL as well, without our buffers.
-        self._by_backend = dist.get_backend() == "nccl" and (wire == torch.float32 or not sum_fp32)
+        self.by_backend = dist.get_backend() == "nccl" and (wire == torch.float32 or not sum_fp32)
 
     # -- sharded gradients ------------------------------------------------------------------------------------
 
@@ -196,7 +196,7 @@ class Wire:
         """Reduce-scatter over one level. out: [n] FP32; inp: [size * n], any floating dtype."""
         sent = self._cast(inp)
         self.bytes.add(sent, level)
-        if self._by_backend:
+        if self.by_backend:
             received = out if out.dtype == self.wire else torch.empty(out.shape, dtype=self.wire, device=out.device)
             _scatter(received, sent, op=dist.ReduceOp.SUM, group=level.group)
             if received is not out:
@@ -224,7 +224,7 @@ class Wire:
         if len(levels) == 2:
             return self._two_level_all_reduce(tensor, levels)
         level = levels[0]
-        if self._by_backend:
+        if self.by_backend:
             sent = self._cast(tensor)
             self.bytes.add(sent, level)
             work = dist.all_reduce(sent, group=level.group, async_op=True)

@@ -14,8 +14,10 @@ import contextlib
 import copy
 import itertools
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,35 +25,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mpdist import assemble, model
+from mpdist.arch import hub_cache_file, known_config, module_matches
 from mpdist.config import Config
 from mpdist.errors import UsageError
+from mpdist.formats import bytes_of
 from mpdist.gauge import Gauge
 from mpdist.optim import Optimizer
-from mpdist.plan_memory import Asked, loss_chunk_rows
+from mpdist.plan_memory import OVERHEAD, Asked, loss_chunk_rows, step_temporaries
+from mpdist.plan_simulated import Simulated
 from mpdist.shard import Engine
 from mpdist.world import World
 
 SHALLOW, DEEP = 4, 6  # blocks at which a deep model is played
-
-
-@dataclass(frozen=True)
-class Simulated:
-    """Bytes of rank 0. parts: of each part of a window, the bytes of each row at that part's highest point."""
-
-    layers: int
-    played: tuple[int, ...]  # numbers of blocks that were really played
-    rest: dict[str, int]
-    parts: dict[str, dict[str, int]]
-    seconds: float
-    curve: tuple[tuple[int, dict[str, int]], ...] = ()  # of the deepest one that was played
-
-    @property
-    def moment(self) -> str:
-        return max(self.parts, key=lambda part: sum(self.parts[part].values()))
-
-    @property
-    def peak(self) -> int:
-        return sum(self.parts[self.moment].values())
 
 
 def refuse(asked: Asked) -> None:
@@ -72,27 +57,59 @@ def simulate(cfg: Config, asked: Asked, every_layer: bool = False) -> Simulated:
     """
     refuse(asked)
     began = time.perf_counter()
-    source = model.Source(cfg.model.path, dict(cfg.model.config) if cfg.model.config is not None else None, cfg.seed,
-                          cfg.model.revision, cfg.model.trust_remote_code)  # fmt: skip
+    source = _source(cfg)
     config = model.read_config(source)
     text = config.get_text_config()
     layers = int(text.num_hidden_layers)
     depths: tuple[int, ...] = (layers,) if every_layer or layers <= 2 * DEEP else _depths(text, layers)
-    with _fake_world(asked.ranks):
+    with _fake_world(asked.ranks), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of libraries, about settings that a real run is told of
         runs = [_play(cfg, asked, _shallow(config, depth)) for depth in depths]
-    seconds = time.perf_counter() - began
-    rest, parts, _ = runs[0]
-    more, deeper, curve = runs[-1]
-    if len(runs) == 1:
-        return Simulated(layers, depths, rest, parts, seconds, curve)
-    ahead = (layers - depths[-1]) / (depths[-1] - depths[0])
-    further = {part: _line(parts[part], deeper[part], ahead) for part in deeper}
-    return Simulated(layers, depths, _line(rest, more, ahead), further, seconds, curve)
+    low, high = runs[0], runs[-1]
+    ahead = (layers - depths[-1]) / (depths[-1] - depths[0]) if len(runs) > 1 else 0.0
+    return Simulated(
+        layers=layers,
+        played=depths,
+        parameters=_ahead(low.parameters, high.parameters, ahead),
+        trainable=_ahead(low.trainable, high.trainable, ahead),
+        rest=_line(low.rest, high.rest, ahead),
+        parts={part: _line(low.parts[part], high.parts[part], ahead) for part in high.parts},
+        samples=high.samples,
+        overhead=OVERHEAD[asked.device],
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _source(cfg: Config) -> model.Source:
+    """Where the model's shape stands, without the network as far as that can be."""
+    path, own = cfg.model.path, cfg.model.config
+    config = dict(own) if own is not None else None
+    if path is not None and not Path(path).expanduser().exists():
+        cached, known = hub_cache_file(path, cfg.model.revision), known_config(path)
+        if cached is not None:
+            path = str(cached.parent)
+        elif known is not None:
+            path, config = None, {key: value for key, value in known.items() if key != "dtype"}
+    return model.Source(path, config, cfg.seed, cfg.model.revision, cfg.model.trust_remote_code)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One depth, as played."""
+
+    parameters: int
+    trainable: int
+    rest: dict[str, int]
+    parts: dict[str, dict[str, int]]
+    samples: tuple[tuple[int, dict[str, int]], ...]
+
+
+def _ahead(low: int, high: int, ahead: float) -> int:
+    return max(0, round(high + ahead * (high - low)))
 
 
 def _line(low: dict[str, int], high: dict[str, int], ahead: float) -> dict[str, int]:
-    rows = {*low, *high}
-    return {r: max(0, round(high.get(r, 0) + ahead * (high.get(r, 0) - low.get(r, 0)))) for r in sorted(rows)}
+    return {row: _ahead(low.get(row, 0), high.get(row, 0), ahead) for row in sorted({*low, *high})}
 
 
 def _depths(text: Any, layers: int) -> tuple[int, int]:
@@ -141,31 +158,57 @@ def _packed_as_asked(packed: bool) -> Iterator[None]:
         masking_utils.find_packed_sequence_indices = reads
 
 
-Played = tuple[dict[str, int], dict[str, dict[str, int]], tuple[tuple[int, dict[str, int]], ...]]
-
-
-def _play(cfg: Config, asked: Asked, config: Any) -> Played:
-    """(bytes at rest, bytes at the highest point of each part of a window, the whole window's curve)."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+def _play(cfg: Config, asked: Asked, config: Any) -> _Run:
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensorMode,
+        UnsupportedOperatorException,
+    )
 
     built = model.build(config, cfg.model.attention, cfg.model.trust_remote_code)
     model.freeze(built, list(cfg.model.freeze))
     blocks = model.find_blocks(built)
+    largest = max((_computed_bytes(built, block, asked) for block in blocks), default=0)
+    counts = [(p.numel(), p.requires_grad) for p in built.parameters()]
     model.checkpoint_blocks(blocks, asked.checkpointing)
     vocab = built.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     model.give_loss(built, loss_chunk_rows(vocab, asked.micro * asked.seq_len, asked.loss_chunk))
-    local = asked.ranks // asked.nodes
-    world = World(0, asked.ranks, 0, local, 0, asked.nodes, "simulation")
+    world = World(0, asked.ranks, 0, asked.ranks // asked.nodes, 0, asked.nodes, "simulation")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    mesh = assemble.mesh_of(cfg, world, torch.device("cpu"))  # makes real tensors
-    with mode, _packed_as_asked(asked.packing != "none" and asked.attention in ("auto", "sdpa")):
-        _make_fake(built, mode)
-        wire, engine = assemble.engine_of(cfg, built, blocks, assemble.policy_of(cfg), world, torch.device("cpu"), mesh)
-        wire._by_backend = asked.by_backend
-        optimizer = Optimizer(engine.parts, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, decay="matrices", fused=True)
-        with Gauge() as gauge:
-            _windows(gauge, engine, optimizer, blocks, asked)
-    return _account(gauge, asked)
+    device = torch.device("cpu")  # bytes do not depend on it
+    mesh = assemble.mesh_of(cfg, world, device)  # makes real tensors
+    packed = asked.packing != "none" and asked.attention in ("auto", "sdpa")
+    try:
+        with mode, _packed_as_asked(packed):
+            _make_fake(built, mode)
+            wire, engine = assemble.engine_of(cfg, built, blocks, assemble.policy_of(cfg), world, device, mesh)
+            wire.by_backend = asked.by_backend
+            optimizer = Optimizer(engine.parts, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, decay="matrices", fused=True)  # fmt: skip
+            with Gauge() as gauge:
+                _windows(gauge, engine, optimizer, blocks, asked)
+            rest, parts, samples = _account(gauge)
+            parts["the optimizer's step"]["optimizer_temporaries"] = step_temporaries(
+                asked.fused, max((part.tensor.numel() for part in engine.parts if part.trainable), default=0)
+            )
+    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
+        raise UsageError(f"--simulate: {type(built).__name__} cannot be played",
+                         f"its forward looks at values, which fake tensors do not hold ({str(error).splitlines()[0]})",
+                         "plan it by formula (without --simulate)") from error  # fmt: skip
+    if asked.device == "cuda" and asked.engine == "fsdp2" and asked.shard_size > 1:
+        # On streams of their own, gathers keep one more flat block than a CPU does.
+        for name, held in parts.items():
+            if name != "the optimizer's step":
+                held["working"] = held.get("working", 0) + largest
+    return _Run(sum(n for n, _ in counts), sum(n for n, trains in counts if trains), rest, parts, samples)
+
+
+def _computed_bytes(built: nn.Module, block: nn.Module, asked: Asked) -> int:
+    """Bytes of a block's unsharded parameters in the dtypes that they compute in."""
+    names = {id(p): name for name, p in built.named_parameters()}
+    kept = [p for p in block.parameters() if module_matches(names[id(p)], asked.keep_fp32)]
+    wide = sum(p.numel() for p in kept)
+    return 4 * wide + bytes_of(asked.compute) * (sum(p.numel() for p in block.parameters()) - wide)
 
 
 def _make_fake(built: nn.Module, mode: Any) -> None:
@@ -238,11 +281,10 @@ def _marks(gauge: Gauge, number: int, count: int) -> Any:
     return returned
 
 
-def _account(gauge: Gauge, asked: Asked) -> Played:
+def _account(gauge: Gauge) -> tuple[dict[str, int], dict[str, dict[str, int]], tuple[tuple[int, dict[str, int]], ...]]:
+    """(bytes between steps, at the highest point of each part of the last window, and all along it)."""
     order = sorted(gauge.marks.items(), key=lambda item: item[1])
     begin, end = gauge.marks["forward"], gauge.marks["the end"]
-    parts = {}
-    for (name, start), (_, stop) in itertools.pairwise(order):
-        parts[name] = gauge.peak(start, stop)[1]
-    samples = [(moment, dict(held)) for moment, held in gauge.samples() if begin <= moment <= end]
-    return gauge.peak(end)[1], parts, tuple(samples)
+    parts = {name: gauge.peak(start, stop)[1] for (name, start), (_, stop) in itertools.pairwise(order)}
+    samples = tuple((moment - begin, dict(held)) for moment, held in gauge.samples() if begin <= moment <= end)
+    return gauge.peak(end)[1], parts, samples

@@ -92,7 +92,7 @@ def trained(
             engine.after_backward(last)
         gradients = engine.gradients()
         optimizer.step(gradients, 1e-3)
-        rows = ledger.measure(engine.parts, gradients, optimizer, engine.module, rank)
+        rows = ledger.Measure(engine, optimizer, rank, followed=False).take(gradients)
         del gradients
         engine.clear()
         engine.refresh()

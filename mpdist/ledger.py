@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpdist.gauge import Gauge
+from mpdist.gauge import Gauge, Span
 from mpdist.optim import Optimizer
 from mpdist.shard import Engine
 from mpdist.units import format_bytes
@@ -100,6 +100,7 @@ class Measure:
         }
 
     def _rows(self, classes: dict[str, list[Tensor]]) -> list[dict[str, Any]]:
+        strangers = self._strangers(classes)
         own = self.gauge.own_peaks() if self.gauge is not None else {}
         rows = []
         for name, tensors in classes.items():
@@ -114,7 +115,7 @@ class Measure:
                 site = self.gauge.largest_site(name, moment) if self.gauge is not None else ""
                 rows.append({"row": name, "rank": self.rank, "dtype": None, "elements": None, "measured_bytes": size,
                              "site": site})  # fmt: skip
-        rows += self._strangers(classes)
+        rows += strangers
         first = classes["parameters"][:1]
         if self.gauge is None:
             rows.append(self._row("peak", peak_bytes(first)[0]))
@@ -133,6 +134,7 @@ class Measure:
         )
         found: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
         alike: dict[tuple[str, str], Tensor] = {}
+        seen: dict[tuple[str, str], list[Span]] = defaultdict(list)
         device = next((t.device for t in classes["parameters"]), torch.device("cpu"))
         for tensor in _all_tensors(device):
             storage = tensor.untyped_storage()
@@ -140,12 +142,17 @@ class Measure:
                 continue
             known.add(storage._cdata)
             span = spans.get(storage._cdata)
-            if span is not None and span.row in PASSING and span.row != "activations":
+            if span is not None and span.row in ("comm", "gathered"):
                 continue  # buffers that an engine keeps are planned in their own row
             key = str(tensor.dtype).removeprefix("torch."), span.site if span is not None else ""
             found[key][0] += storage.nbytes() // tensor.element_size()
             found[key][1] += storage.nbytes()
             alike.setdefault(key, tensor)
+            if span is not None:
+                seen[key].append(span)
+        for key, (_, size) in found.items():
+            for span in seen[key] if size > FLOOR else ():
+                span.row = "unaccounted"  # and not what its place would make of it
         return [
             {"row": "unaccounted", "rank": self.rank, "dtype": dtype, "elements": elements, "measured_bytes": size,
              "cause": _likeness(elements, alike[dtype, site], classes) + (f", made at {site}" if site else "")}

@@ -213,6 +213,32 @@ def _phi(s: Shape) -> Iterator[Made]:
     yield from _layernorm("input_layernorm", s.hidden)
 
 
+WINDOWED = ("mistral", "mixtral", "phi3", "gemma2", "gemma3_text", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe")
+
+
+def attends(config: Mapping[str, Any], s: Shape) -> tuple[int, ...]:
+    """How many tokens each layer attends to, 0 for all; what is not given is as the config classes of transformers 5.24 have it."""
+    window = config.get("sliding_window", 4096 if s.type in ("mistral", "gemma2", "gemma3_text") else None)
+    if s.type.startswith("qwen"):
+        window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
+    if not isinstance(window, int) or s.type not in WINDOWED:
+        return (0,) * s.layers
+    kinds = config.get("layer_types")
+    if kinds:
+        return tuple(window if "sliding" in str(kind) else 0 for kind in kinds[: s.layers])
+    if s.type == "gemma3_text":
+        pattern = config.get("sliding_window_pattern", 6)
+        return tuple(window if (i + 1) % pattern else 0 for i in range(s.layers))
+    if s.type == "gemma2":
+        return tuple(window if (i + 1) % 2 else 0 for i in range(s.layers))
+    first = config.get("max_window_layers", 28)
+    if s.type == "qwen2_moe":
+        return tuple(window if i % 2 == 0 and i < first else 0 for i in range(s.layers))
+    if s.type in ("qwen2", "qwen3"):
+        return tuple(window if i >= first else 0 for i in range(s.layers))
+    return (window,) * s.layers
+
+
 def defaults_of(h: int, f: int, n: int, a: int, kv: int | None, vocab: int, **more: Any) -> dict[str, Any]:
     """What a config class assumes; ``save_pretrained`` writes only what differs from it."""
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")

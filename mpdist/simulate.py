@@ -25,15 +25,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mpdist import assemble, model
-from mpdist.arch import hub_cache_file, known_config, module_matches
+from mpdist.arch import hub_cache_file, known_config
 from mpdist.config import Config
 from mpdist.errors import UsageError
-from mpdist.formats import bytes_of
 from mpdist.gauge import Gauge
 from mpdist.optim import Optimizer
 from mpdist.plan_memory import OVERHEAD, Asked, loss_chunk_rows, step_temporaries
 from mpdist.plan_simulated import Simulated
 from mpdist.shard import Engine
+from mpdist.shard.fsdp2 import set_dtypes
 from mpdist.world import World
 
 SHALLOW, DEEP = 4, 6  # blocks at which a deep model is played
@@ -169,7 +169,6 @@ def _play(cfg: Config, asked: Asked, config: Any) -> _Run:
     built = model.build(config, cfg.model.attention, cfg.model.trust_remote_code)
     model.freeze(built, list(cfg.model.freeze))
     blocks = model.find_blocks(built)
-    largest = max((_computed_bytes(built, block, asked) for block in blocks), default=0)
     counts = [(p.numel(), p.requires_grad) for p in built.parameters()]
     model.checkpoint_blocks(blocks, asked.checkpointing)
     vocab = built.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
@@ -179,10 +178,13 @@ def _play(cfg: Config, asked: Asked, config: Any) -> _Run:
     device = torch.device("cpu")  # bytes do not depend on it
     mesh = assemble.mesh_of(cfg, world, device)  # makes real tensors
     packed = asked.packing != "none" and asked.attention in ("auto", "sdpa")
+    policy = assemble.policy_of(cfg)
+    if asked.engine == "fsdp2":
+        set_dtypes(built, policy)  # under fake tensors a parameter takes no data of another dtype
     try:
         with mode, _packed_as_asked(packed):
             _make_fake(built, mode)
-            wire, engine = assemble.engine_of(cfg, built, blocks, assemble.policy_of(cfg), world, device, mesh)
+            wire, engine = assemble.engine_of(cfg, built, blocks, policy, world, device, mesh)
             wire.by_backend = asked.by_backend
             optimizer = Optimizer(engine.parts, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, decay="matrices", fused=True)  # fmt: skip
             with Gauge() as gauge:
@@ -195,20 +197,7 @@ def _play(cfg: Config, asked: Asked, config: Any) -> _Run:
         raise UsageError(f"--simulate: {type(built).__name__} cannot be played",
                          f"its forward looks at values, which fake tensors do not hold ({str(error).splitlines()[0]})",
                          "plan it by formula (without --simulate)") from error  # fmt: skip
-    if asked.device == "cuda" and asked.engine == "fsdp2" and asked.shard_size > 1:
-        # On streams of their own, gathers keep one more flat block than a CPU does.
-        for name, held in parts.items():
-            if name != "the optimizer's step":
-                held["working"] = held.get("working", 0) + largest
     return _Run(sum(n for n, _ in counts), sum(n for n, trains in counts if trains), rest, parts, samples)
-
-
-def _computed_bytes(built: nn.Module, block: nn.Module, asked: Asked) -> int:
-    """Bytes of a block's unsharded parameters in the dtypes that they compute in."""
-    names = {id(p): name for name, p in built.named_parameters()}
-    kept = [p for p in block.parameters() if module_matches(names[id(p)], asked.keep_fp32)]
-    wide = sum(p.numel() for p in kept)
-    return 4 * wide + bytes_of(asked.compute) * (sum(p.numel() for p in block.parameters()) - wide)
 
 
 def _make_fake(built: nn.Module, mode: Any) -> None:

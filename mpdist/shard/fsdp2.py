@@ -58,7 +58,7 @@ class Fsdp2:
         mesh = wire.mesh.shard_mesh
         assert mesh is not None
         self._host = offload
-        _set_dtypes(model, policy)
+        set_dtypes(model, policy)
         options: dict[str, Any] = {"mesh": mesh, "offload_policy": OffloadPolicy()}
         if offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type != "cpu")
@@ -173,7 +173,7 @@ class Fsdp2:
                 module.reshard()
 
 
-def _set_dtypes(model: nn.Module, policy: Policy) -> None:
+def set_dtypes(model: nn.Module, policy: Policy) -> None:
     """Meta parameters in the dtype in which they will rest: masters, or working copies where frozen."""
     for name, param in model.named_parameters():
         dtype = policy.master if param.requires_grad else policy.parameter_dtype(name)

@@ -1,0 +1,221 @@
+"""Activations, counted: every stretch of a model (what precedes its blocks, each block, what follows them) on a `Tape`.
+
+Blocks that are alike are played once. What comes out is kept on the architecture, since advice asks for the same again with
+other micro-batches; it depends on neither these nor the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+from mpdist.arch import Arch, Param, module_matches
+from mpdist.plan_layers import GEMMAS, Layer, Weight, block, norm
+from mpdist.plan_tape import Point, Tape, Value
+
+INDEX = 8  # bytes of an int64
+IDS = 4 * INDEX  # ids, positions, the index of labelled positions and their targets
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """What one part of a model holds, per token of a micro-batch; gradients of parameters are absolute bytes.
+
+    kept: from its forward until its backward. names_input: whether what entered it is part of that. forward: points of its
+    forward, with what enters it, over what the parts before it keep. backward: points of its backward, likewise over what
+    the parts before it keep. enters, leaves: the gradient that backward begins with and the one that it hands on.
+    """
+
+    kept: int
+    names_input: bool
+    forward: tuple[Point, ...]
+    backward: tuple[Point, ...]
+    enters: int
+    leaves: int
+    gradients: int
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A model's activations. beside: bytes per token that are there in forward whatever the blocks keep; behind: in the
+    loss and in backward. mask: bytes of a mask that one micro-batch shares, times its positions squared.
+    """
+
+    embed: Stretch
+    blocks: tuple[Stretch, ...]
+    tail: Stretch
+    beside: int
+    behind: int
+    hidden: int  # what leaves the last norm
+    before: tuple[int, ...] = field(default=())  # kept by all blocks before this one; one more entry for all
+
+
+@dataclass(frozen=True)
+class How:
+    """What the bytes per token follow from. seq_len: only where scores or masks grow with it, else 0."""
+
+    compute: int
+    seq_len: int
+    packed: bool
+    attention: str
+    several: bool
+    checkpointing: str
+    freeze: tuple[str, ...]
+    keep_fp32: tuple[str, ...]
+    held: bool
+
+
+def top(points: Iterable[Point], tokens: int) -> Point:
+    """(bytes of activations, bytes of parameters' gradients) of the highest point."""
+    best = max(points, key=lambda point: point[0] * tokens + point[1])
+    return best[0] * tokens, best[1]
+
+
+def _hull(points: list[Point]) -> tuple[Point, ...]:
+    """The points that are the highest for some number of tokens: the upper right of their convex hull."""
+    found: list[Point] = []
+    for act, grad in sorted(set(points), reverse=True):  # most activations first
+        if found and grad <= found[-1][1]:
+            continue
+        while len(found) > 1 and _below(found[-2], found[-1], (act, grad)):
+            found.pop()
+        found.append((act, grad))
+    return tuple(found)
+
+
+def _below(a: Point, b: Point, c: Point) -> bool:
+    return (b[0] - a[0]) * (c[1] - a[1]) - (b[1] - a[1]) * (c[0] - a[0]) >= 0
+
+
+def memo(arch: Arch, key: Any, make: Callable[[], Any]) -> Any:
+    """make(), once for each key and architecture: hashing an `Arch` would take longer than most of what is kept here."""
+    kept = arch.__dict__.setdefault("_planned", {})
+    if key not in kept:
+        kept[key] = make()
+    return kept[key]
+
+
+# -- playing ------------------------------------------------------------------------------------------------------
+
+
+def counted(arch: Arch, how: How) -> Counted:
+    return memo(arch, how, lambda: _count(arch, how))
+
+
+def _count(arch: Arch, how: How) -> Counted:
+    trained = {p.name for p in arch.split(how.freeze)[0]} if how.freeze else None
+
+    def trains(p: Param) -> bool:
+        return trained is None or p.name in trained
+
+    root = {p.group: trains(p) for p in arch.params if p.block < 0}
+    embed = _stretch(how, lambda t, x: _embedded(t, arch, root["embedding"]), 0, False)
+    known: dict[Any, Stretch] = {}
+    blocks = []
+    step = int(how.checkpointing.split()[1]) if how.checkpointing.startswith("every") else 1
+    needs = root["embedding"]
+    for number, weights in enumerate(_weights(arch, how, trains)):
+        masked = _is_masked(arch, how, number)
+        wrapped = how.checkpointing != "none" and number % step == 0
+        key = (tuple(weights.items()), masked, wrapped, needs)
+        if key not in known:
+            known[key] = _block(arch, how, weights, masked, wrapped, needs)
+        blocks.append(known[key])
+        needs = needs or any(w.trains for w in weights.values())
+    last = next(p for p in arch.params if p.group == "norm")
+    weight = Weight(last.count, trains(last))
+    tail = _stretch(how, lambda t, x: norm(t, x, weight, arch.model_type), arch.hidden, needs)
+    beside, behind = _beside(arch, how, not blocks[0].names_input)
+    before = (0, *accumulate(b.kept for b in blocks))
+    return Counted(embed, tuple(blocks), tail, beside, behind, how.compute * arch.hidden, before)
+
+
+def _weights(arch: Arch, how: How, trains: Callable[[Param], bool]) -> list[dict[str, Weight]]:
+    blocks: list[dict[str, Weight]] = [{} for _ in range(arch.layers)]
+    for p in arch.params:
+        if p.block >= 0:
+            item = 4 if module_matches(p.name, how.keep_fp32) else how.compute
+            name = p.name.partition(f".{p.block}.")[2]
+            blocks[p.block][name] = Weight(p.count, trains(p), len(p.shape) == 2, item)
+    return blocks
+
+
+def _is_masked(arch: Arch, how: How, layer: int) -> bool:
+    """Whether a layer's attention gets a dense mask: of packed rows, or of a window that is shorter than the rows.
+
+    OPT gives its masks no positions, so its packed rows get none."""
+    if how.attention not in ("auto", "sdpa"):
+        return False
+    window = arch.attends[layer]
+    return (how.packed and arch.model_type != "opt") or 0 < window <= how.seq_len
+
+
+def writes_scores(arch: Arch, attention: str) -> bool:
+    """Whether attention is written out, keeping its scores: where asked for, and where they are capped (Gemma 2)."""
+    return attention == "eager" or (attention == "auto" and arch.model_type == "gemma2")
+
+
+def _block(
+    arch: Arch, how: How, weights: dict[str, Weight], masked: bool, wrapped: bool, needs: bool
+) -> Stretch:  # fmt: skip
+    matrices = sum(w.matrix for w in weights.values()) if how.checkpointing == "selective" else None
+
+    def play(t: Tape, x: Value) -> Value:
+        layer = Layer(t, arch, weights, how.seq_len, masked, writes_scores(arch, how.attention), how.several)
+        if not wrapped:
+            return block(layer, x)
+        return t.checkpoint(lambda given: block(layer, given), x, matrices)
+
+    return _stretch(how, play, arch.hidden, needs)
+
+
+def _stretch(how: How, play: Callable[[Tape, Value], Value], width: int, needs: bool) -> Stretch:
+    t = Tape(how.compute, how.held)
+    x = t.given(width, needs)
+    enters, entered = x.size, x.node
+    y = play(t, x)
+    forward = _hull(t.points)
+    held = t.now
+    del x
+    names_input = t.now == held  # something else names it still
+    end, size = y.node, y.size
+    del y
+    kept = t.now
+    if end is None:
+        return Stretch(kept, names_input, forward, ((0, 0),), 0, 0, 0)
+    t.points = []
+    t.backward(end, size)
+    if entered is not None:
+        entered.grad = None
+    return Stretch(kept, names_input, forward, _hull(t.points), size, enters if needs else 0, t.gradients)
+
+
+def _embedded(t: Tape, arch: Arch, trains: bool) -> Value:
+    """What enters the first block; that its parts stay named is counted by `_beside`."""
+    out = t.table(arch.hidden, [p.count for p in arch.params if p.group == "embedding"] if trains else [])
+    return t.apply(out) if arch.model_type in GEMMAS or arch.model_type == "granite" else out
+
+
+def _beside(arch: Arch, how: How, names_embedding: bool) -> tuple[int, int]:
+    """(in forward, in the loss and backward): ids and positions, the rotary tables, masks, and the embedding's rows."""
+    c, kinds = how.compute, 2 if arch.model_type == "gemma3_text" else 1
+    tables = kinds * 2 * arch.rotary_dim * (4 if arch.model_type == "olmo2" else c)
+    found = IDS + tables
+    mask = _mask(arch, how)
+    stays = found + (mask if how.checkpointing != "none" else 0)
+    if arch.model_type == "opt":  # shifted positions, of which backward reads the table's rows
+        found, stays = found + INDEX + 4, stays + INDEX
+    named = c * arch.hidden if names_embedding else 0
+    if arch.learned_positions:
+        named = 2 * c * arch.hidden
+    return found + mask + named, stays
+
+
+def _mask(arch: Arch, how: How) -> int:
+    """Bytes per token of the masks that all blocks share; those of a window alone are one for the micro-batch."""
+    kinds = len(set(arch.attends))
+    if writes_scores(arch, how.attention):
+        return kinds * how.compute * how.seq_len
+    return kinds * how.seq_len if how.packed and how.attention in ("auto", "sdpa") and arch.model_type != "opt" else 0

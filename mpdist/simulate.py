@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import math
 import time
 import warnings
 from collections.abc import Iterator
@@ -61,7 +62,9 @@ def simulate(cfg: Config, asked: Asked, every_layer: bool = False) -> Simulated:
     config = model.read_config(source)
     text = config.get_text_config()
     layers = int(text.num_hidden_layers)
-    depths: tuple[int, ...] = (layers,) if every_layer or layers <= 2 * DEEP else _depths(text, layers)
+    depths: tuple[int, ...] = (
+        (layers,) if every_layer or layers <= 2 * DEEP else _depths(text, layers, asked.checkpointing)
+    )
     with _fake_world(asked.ranks), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of libraries, about settings that a real run is told of
         runs = [_play(cfg, asked, _shallow(config, depth)) for depth in depths]
@@ -112,15 +115,17 @@ def _line(low: dict[str, int], high: dict[str, int], ahead: float) -> dict[str, 
     return {row: _ahead(low.get(row, 0), high.get(row, 0), ahead) for row in sorted({*low, *high})}
 
 
-def _depths(text: Any, layers: int) -> tuple[int, int]:
-    """Two depths with whole periods of the model's pattern of layers (every second one local, every sixth one global)."""
+def _depths(text: Any, layers: int, checkpointing: str) -> tuple[int, ...]:
+    """Two depths with whole periods of what differs from block to block (every sixth one sees all of the sequence, every N-th
+    one is recomputed), or all blocks where that would be no fewer."""
     kinds = list(getattr(text, "layer_types", None) or ())[:layers]
     period = next((p for p in range(1, layers // 4 + 1) if all(kinds[i] == kinds[i % p] for i in range(len(kinds)))), 1)
+    if checkpointing.startswith("every"):
+        period = math.lcm(period, int(checkpointing.split()[1]))
     # The remainder of the period stays, so that the last block is what it is in the whole model.
-    odd = layers % period
-    first = -(-SHALLOW // period) * period + odd
-    second = first + max(period, (DEEP - SHALLOW + period - 1) // period * period)
-    return first, second
+    first = -(-SHALLOW // period) * period + layers % period
+    second = first + max(period, -(-(DEEP - SHALLOW) // period) * period)
+    return (first, second) if second < layers else (layers,)
 
 
 def _shallow(config: Any, layers: int) -> Any:
@@ -130,7 +135,8 @@ def _shallow(config: Any, layers: int) -> Any:
     kinds = getattr(text, "layer_types", None)
     text.num_hidden_layers = layers
     if kinds:
-        text.layer_types = list(kinds)[:layers]
+        with contextlib.suppress(AttributeError):  # one that follows from the number of layers by itself
+            text.layer_types = list(kinds)[:layers]
     return found
 
 
@@ -158,13 +164,22 @@ def _packed_as_asked(packed: bool) -> Iterator[None]:
         masking_utils.find_packed_sequence_indices = reads
 
 
+# What model code and fake tensors raise where they do not go together, or where the config's values do not.
+_UNPLAYABLE = (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, KeyError, IndexError)
+
+
 def _play(cfg: Config, asked: Asked, config: Any) -> _Run:
-    from torch._subclasses.fake_tensor import (
-        DataDependentOutputException,
-        DynamicOutputShapeException,
-        FakeTensorMode,
-        UnsupportedOperatorException,
-    )
+    name = str(getattr(config, "model_type", "the model"))
+    try:
+        return _played(cfg, asked, config)
+    except _UNPLAYABLE as error:
+        told = next((line for line in str(error).splitlines() if line.strip()), "no reason given")
+        raise UsageError(f"--simulate: {name} cannot be played", f"its own code ends in {type(error).__name__}: {told[:200]}",
+                         "correct the model's config, or plan it by formula (without --simulate)") from error  # fmt: skip
+
+
+def _played(cfg: Config, asked: Asked, config: Any) -> _Run:
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
     built = model.build(config, cfg.model.attention, cfg.model.trust_remote_code)
     model.freeze(built, list(cfg.model.freeze))
@@ -181,22 +196,16 @@ def _play(cfg: Config, asked: Asked, config: Any) -> _Run:
     policy = assemble.policy_of(cfg)
     if asked.engine == "fsdp2":
         set_dtypes(built, policy)  # under fake tensors a parameter takes no data of another dtype
-    try:
-        with mode, _packed_as_asked(packed):
-            _make_fake(built, mode)
-            wire, engine = assemble.engine_of(cfg, built, blocks, policy, world, device, mesh)
-            wire.by_backend = asked.by_backend
-            optimizer = Optimizer(engine.parts, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, decay="matrices", fused=True)  # fmt: skip
-            with Gauge() as gauge:
-                _windows(gauge, engine, optimizer, blocks, asked)
-            rest, parts, samples = _account(gauge)
-            parts["the optimizer's step"]["optimizer_temporaries"] = step_temporaries(
-                asked.fused, max((part.tensor.numel() for part in engine.parts if part.trainable), default=0)
-            )
-    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
-        raise UsageError(f"--simulate: {type(built).__name__} cannot be played",
-                         f"its forward looks at values, which fake tensors do not hold ({str(error).splitlines()[0]})",
-                         "plan it by formula (without --simulate)") from error  # fmt: skip
+    with mode, _packed_as_asked(packed):
+        _make_fake(built, mode)
+        wire, engine = assemble.engine_of(cfg, built, blocks, policy, world, device, mesh)
+        wire.by_backend = asked.by_backend
+        optimizer = Optimizer(engine.parts, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, decay="matrices", fused=True)
+        with Gauge() as gauge:
+            _windows(gauge, engine, optimizer, blocks, asked)
+        rest, parts, samples = _account(gauge)
+        moved = max((part.tensor.numel() for part in engine.parts if part.trainable), default=0)
+    parts["the optimizer's step"]["optimizer_temporaries"] = step_temporaries(asked.fused, moved)
     return _Run(sum(n for n, _ in counts), sum(n for n, trains in counts if trains), rest, parts, samples)
 
 

@@ -369,7 +369,7 @@ def _numerics(argv: Sequence[str]) -> int:
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "launch": (_launch, "train: check, plan, freeze the run directory, run torchrun, return the run's status"),
-    "plan": (_plan, "what follows from a config: bytes a rank, batch arithmetic, traffic, whether it fits"),
+    "plan": (_plan, "what follows from a config: bytes a rank, traffic, whether it fits, what would; of a run: planned and measured"),
     "config": (
         _config,
         "check a config; print every value with its origin, the JSON schema, or one made from another trainer's",

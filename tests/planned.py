@@ -169,8 +169,8 @@ def main(words: list[str]) -> int:
     line, wrong = verdict(results)
     print(f"\n{line}")
     if not words:
-        begin, end = "<!-- planned -->", "<!-- /planned -->"
-        text = "\n".join([begin, *table(results), "", line, end])
+        begin, end = "<!-- begin planned -->", "<!-- end planned -->"
+        text = "\n".join([begin, "", *table(results), "", line, "", end])
         README.write_text(re.sub(f"{begin}.*?{end}", lambda _: text, README.read_text(), flags=re.DOTALL))
     for problem in wrong:
         print(problem, file=sys.stderr)

@@ -68,7 +68,7 @@ GENERATED: dict[str, Callable[[], str]] = {
 }
 
 
-MEASURED = {"agreement": "tests/agreement.py"}  # parts whose figures come from a run of that program
+MEASURED = {"agreement": "tests/agreement.py", "planned": "tests/planned.py"}  # parts whose figures come from a run of that program
 
 
 def written(text: str) -> str:
@@ -92,13 +92,20 @@ def test_the_agreement_table_has_every_engine_and_stage() -> None:
     assert len(part.splitlines()) > 20
 
 
+def test_the_planned_table_has_every_case() -> None:
+    from planned import CASES
+
+    part = next(match[0] for match in _PART.finditer(README.read_text("utf-8")) if match[2] == "planned")
+    assert [case.name for case in CASES] == re.findall(r"^\| \d+ \| (.*?) \|", part, re.MULTILINE)
+
+
 def _fences(*languages: str) -> list[str]:
     return [body for language, body in _FENCE.findall(README.read_text("utf-8")) if language in languages]
 
 
 def _commands() -> list[list[str]]:
     lines = [line for body in _fences("sh") for line in body.splitlines()]
-    return [shlex.split(line) for line in lines]
+    return [shlex.split(line, comments=True) for line in lines]
 
 
 def test_every_fence_has_a_language_that_is_checked_here() -> None:
@@ -129,7 +136,7 @@ def test_commands_parse_and_their_settings_are_real(words: list[str], monkeypatc
     with pytest.raises(_Parsed) as caught:
         cli.COMMANDS[words[1]][0](words[2:])
     arguments = caught.value.args[0]
-    if hasattr(arguments, "overrides") and arguments.config is not None:
+    if hasattr(arguments, "overrides") and arguments.config is not None and not arguments.config.startswith("runs/"):
         shipped = ROOT / arguments.config.replace("my_runs/", "configs/")
         load(shipped, arguments.overrides)
 

@@ -65,6 +65,7 @@ class Family:
     head_bias: bool = False
     rotary_share: float = 1.0
     dropouts: tuple[str, str] = ("attention_dropout", "")
+    own_logits: bool = False  # its forward does not go through its base model, so the loss cannot come in between
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -82,7 +83,9 @@ class Family:
 
     def makes_whole_logits(self, config: Mapping[str, Any]) -> bool:
         plain = self.plain_logits
-        return any(config.get(key, self.defaults.get(key, value)) != value for key, value in plain.items())
+        return self.own_logits or any(
+            config.get(key, self.defaults.get(key, value)) != value for key, value in plain.items()
+        )
 
 
 def _linear(name: str, out: int, into: int, bias: bool = False, conv1d: bool = False) -> Iterator[Made]:
@@ -389,5 +392,6 @@ FAMILIES: dict[str, Family] = {
         positions="model.decoder.embed_positions.weight",
         positions_unused=2,
         dropouts=("attention_dropout", "dropout"),
+        own_logits=True,
     ),
 }

@@ -39,8 +39,8 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Counted:
-    """A model's activations. beside: bytes per token that are there in forward whatever the blocks keep; behind: in the
-    loss and in backward. mask: bytes of a mask that one micro-batch shares, times its positions squared.
+    """A model's activations, in bytes per token. beside: there in forward whatever the blocks keep; behind: in the loss and
+    in backward; named: parts of the embedding that the model names until its last norm.
     """
 
     embed: Stretch
@@ -48,6 +48,7 @@ class Counted:
     tail: Stretch
     beside: int
     behind: int
+    named: int
     hidden: int  # what leaves the last norm
     before: tuple[int, ...] = field(default=())  # kept by all blocks before this one; one more entry for all
 
@@ -65,6 +66,7 @@ class How:
     freeze: tuple[str, ...]
     keep_fp32: tuple[str, ...]
     held: bool
+    fused_dropout: bool
 
 
 def top(points: Iterable[Point], tokens: int) -> Point:
@@ -111,7 +113,7 @@ def _count(arch: Arch, how: How) -> Counted:
         return trained is None or p.name in trained
 
     root = {p.group: trains(p) for p in arch.params if p.block < 0}
-    embed = _stretch(how, lambda t, x: _embedded(t, arch, root["embedding"]), 0, False)
+    embed = _stretch(how, lambda t, x: _embedded(t, arch, how, root["embedding"]), 0, False)
     known: dict[Any, Stretch] = {}
     blocks = []
     step = int(how.checkpointing.split()[1]) if how.checkpointing.startswith("every") else 1
@@ -125,11 +127,16 @@ def _count(arch: Arch, how: How) -> Counted:
         blocks.append(known[key])
         needs = needs or any(w.trains for w in weights.values())
     last = next(p for p in arch.params if p.group == "norm")
-    weight = Weight(last.count, trains(last))
-    tail = _stretch(how, lambda t, x: norm(t, x, weight, arch.model_type), arch.hidden, needs)
-    beside, behind = _beside(arch, how, not blocks[0].names_input)
+    weight = Weight(last.count, trains(last), item=4 if module_matches(last.name, how.keep_fp32) else how.compute)
+
+    def end(t: Tape, x: Value) -> Value:
+        layer = Layer(t, arch, {"weight": weight}, how.seq_len, False, False)
+        return layer.module("weight", x, lambda x: norm(t, x, weight, arch.model_type))
+
+    tail = _stretch(how, end, arch.hidden, needs)
+    beside, behind, named = _beside(arch, how, not blocks[0].names_input)
     before = (0, *accumulate(b.kept for b in blocks))
-    return Counted(embed, tuple(blocks), tail, beside, behind, how.compute * arch.hidden, before)
+    return Counted(embed, tuple(blocks), tail, beside, behind, named, how.compute * arch.hidden, before)
 
 
 def _weights(arch: Arch, how: How, trains: Callable[[Param], bool]) -> list[dict[str, Weight]]:
@@ -163,7 +170,9 @@ def _block(
     matrices = sum(w.matrix for w in weights.values()) if how.checkpointing == "selective" else None
 
     def play(t: Tape, x: Value) -> Value:
-        layer = Layer(t, arch, weights, how.seq_len, masked, writes_scores(arch, how.attention), how.several)
+        layer = Layer(
+            t, arch, weights, how.seq_len, masked, writes_scores(arch, how.attention), how.several, how.fused_dropout
+        )
         if not wrapped:
             return block(layer, x)
         return t.checkpoint(lambda given: block(layer, given), x, matrices)
@@ -192,14 +201,16 @@ def _stretch(how: How, play: Callable[[Tape, Value], Value], width: int, needs: 
     return Stretch(kept, names_input, forward, _hull(t.points), size, enters if needs else 0, t.gradients)
 
 
-def _embedded(t: Tape, arch: Arch, trains: bool) -> Value:
+def _embedded(t: Tape, arch: Arch, how: How, trains: bool) -> Value:
     """What enters the first block; that its parts stay named is counted by `_beside`."""
     out = t.table(arch.hidden, [p.count for p in arch.params if p.group == "embedding"] if trains else [])
-    return t.apply(out) if arch.model_type in GEMMAS or arch.model_type == "granite" else out
+    if arch.model_type in GEMMAS or arch.model_type == "granite":
+        return t.apply(out)
+    return t.dropout(out, how.fused_dropout) if arch.model_type == "gpt2" and arch.hidden_dropout else out
 
 
-def _beside(arch: Arch, how: How, names_embedding: bool) -> tuple[int, int]:
-    """(in forward, in the loss and backward): ids and positions, the rotary tables, masks, and the embedding's rows."""
+def _beside(arch: Arch, how: How, names_embedding: bool) -> tuple[int, int, int]:
+    """(in forward, in the loss and backward, named): ids and positions, rotary tables, masks; the embedding's rows."""
     c, kinds = how.compute, 2 if arch.model_type == "gemma3_text" else 1
     tables = kinds * 2 * arch.rotary_dim * (4 if arch.model_type == "olmo2" else c)
     found = IDS + tables
@@ -210,7 +221,7 @@ def _beside(arch: Arch, how: How, names_embedding: bool) -> tuple[int, int]:
     named = c * arch.hidden if names_embedding else 0
     if arch.learned_positions:
         named = 2 * c * arch.hidden
-    return found + mask + named, stays
+    return found + mask, stays, named
 
 
 def _mask(arch: Arch, how: How) -> int:

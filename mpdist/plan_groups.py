@@ -29,29 +29,38 @@ class Group:
     """Parameters that are gathered and reduced together. Bytes say so; the rest are elements of those that train.
 
     copies: bytes unsharded, in the dtypes that compute. cast: bytes of this rank's share in them, 0 where masters are sent
-    as they are. made: bytes of the gradients that backward makes. largest: of one parameter.
+    as they are. made: bytes of the gradients that backward makes; copied: of
+    those in another dtype than FP32. outer: of `padded`, what no module inside reduces by itself.
+    lasting: elements of the last one that trains.
     """
 
     copies: int = 0
     cast: int = 0
     made: int = 0
+    copied: int = 0
     elements: int = 0
     padded: int = 0
     held: int = 0
-    largest: int = 0
+    outer: int = 0
+    lasting: int = 0
 
 
 @dataclass(frozen=True)
 class Groups:
-    """All of a model. frozen: bytes of frozen shards; whole_*: unsharded bytes of copies that train or are frozen."""
+    """All of a model. head: the output head where it is held apart, being kept in FP32; else it is in the root.
+
+    elements, held: of all that train, and this rank's; largest: of one parameter on this rank. frozen: bytes of frozen
+    shards. copied: unsharded bytes of what trains and computes in another dtype than FP32; whole_frozen: of frozen copies.
+    """
 
     root: Group
     blocks: tuple[Group, ...]
+    head: Group
     elements: int
     held: int
-    largest: int  # of one parameter on this rank, trained or not
+    largest: int
     frozen: int
-    whole_trained: int
+    copied: int
     whole_frozen: int
 
 
@@ -63,51 +72,56 @@ def groups(asked: Asked, arch: Arch) -> Groups:
 
 def _groups(asked: Asked, arch: Arch) -> Groups:
     trained = {p.name for p in arch.split(asked.freeze)[0]} if asked.freeze else None
+    apart = asked.engine == "fsdp2" and bytes_of(asked.compute) < 4 and not arch.tied
     root: list[Param] = []
+    head: list[Param] = []
     blocks: list[list[Param]] = [[] for _ in range(arch.layers)]
     for p in arch.params:
-        (blocks[p.block] if p.block >= 0 else root).append(p)
+        if p.block >= 0:
+            blocks[p.block].append(p)
+        else:
+            (head if apart and p.group == "head" and _item(asked, p) == 4 else root).append(p)
     known: dict[tuple[object, ...], Group] = {}
     found = []
     for block in blocks:
-        key = tuple(
-            (p.shape, trained is None or p.name in trained, _item(asked, p) if asked.keep_fp32 else 0) for p in block
-        )
+        key = tuple((p.shape, trained is None or p.name in trained, _item(asked, p)) for p in block)
         if key not in known:
             known[key] = _group(asked, block, trained)
         found.append(known[key])
-    first = _group(asked, root, trained)
-    every = (first, *found)
+    first, last = _group(asked, root, trained), _group(asked, head, trained)
+    every = (first, *found, last)
     frozen = [p for p in arch.params if trained is not None and p.name not in trained]
-    whole = sum(_item(asked, p) * p.count for p in frozen)
     return Groups(
         root=first,
         blocks=tuple(found),
+        head=last,
         elements=sum(g.elements for g in every),
         held=sum(g.held for g in every),
-        largest=max(held(p, asked.shard_size) for p in (*root, *blocks[0], *blocks[-1])),
+        largest=max(held(p, asked.shard_size) for p in arch.params),
         frozen=sum(_item(asked, p) * held(p, asked.shard_size) for p in frozen),
-        whole_trained=sum(g.made for g in every),
-        whole_frozen=whole,
+        copied=sum(g.copied for g in every),
+        whole_frozen=sum(_item(asked, p) * p.count for p in frozen),
     )
 
 
 def _group(asked: Asked, params: Iterable[Param], trained: set[str] | None) -> Group:
     n = asked.shard_size
-    copies = cast = made = elements = padded = mine = largest = 0
+    copies = cast = made = copied = elements = padded = mine = outer = lasting = 0
+    params = list(params)
+    mixed = len({_item(asked, p) for p in params}) > 1  # modules kept in FP32 are gathered and reduced by themselves
     for p in params:
         item, share = _item(asked, p), held(p, n)
         copies += item * share * n
-        trains = trained is None or p.name in trained
-        if item < 4:
-            cast += item * share
-        if trains:
+        cast += item * share if item < 4 else 0
+        if trained is None or p.name in trained:
             made += item * p.count
+            copied += item * p.count if item < 4 else 0
             elements += p.count
+            lasting = p.count
             padded += share * n
             mine += share
-            largest = max(largest, p.count)
-    return Group(copies, cast, made, elements, padded, mine, largest)
+            outer += 0 if mixed and item == 4 else share * n
+    return Group(copies, cast, made, copied, elements, padded, mine, outer, lasting)
 
 
 def _item(asked: Asked, p: Param) -> int:

@@ -42,6 +42,7 @@ class Layer:
     masked: bool
     scores: bool
     several: bool = True  # sequences in a micro-batch
+    fused: bool = True  # whether dropout is part of its kernels, as on a GPU
 
     def weight(self, name: str) -> Weight:
         return self.weights.get(name, NOTHING)
@@ -54,6 +55,19 @@ class Layer:
     def norm(self, x: Value, name: str, heads: int = 1) -> Value:
         weight = self.weight(f"{name}.weight")
         return self._in(weight, x, lambda t, x: norm(t, x, weight, self.arch.model_type, heads))
+
+    def module(self, name: str, x: Value, call: Callable[[Value], Value]) -> Value:
+        """A module's forward, all of it in FP32 where all its weights are: what enters and leaves is cast."""
+        t, usual = self.tape, self.tape.item
+        items = {w.item for key, w in self.weights.items() if key.startswith(name)}
+        if items != {4} or usual == 4:
+            return call(x)
+        t.item = 4
+        try:
+            out = call(t.to(x, 4))
+        finally:
+            t.item = usual
+        return t.to(out, usual)
 
     def _in(self, weight: Weight, x: Value, call: Callable[[Tape, Value], Value]) -> Value:
         """The call in the dtype of its weight: what enters a module that is kept in FP32 is cast, and what leaves it back."""
@@ -138,6 +152,8 @@ def attend(b: Layer, q: Value, k: Value, v: Value) -> Attended:
     t, a = b.tape, b.arch
     groups = a.heads // a.kv_heads
     if not b.scores:
+        if a.attention_dropout and not b.fused:
+            return _written_out(b, q, k, v), None
         if b.masked:
             k, v = t.repeat(k, groups), t.repeat(v, groups)
         out = t.attention(q, k, v, a.heads, t.item * b.seq_len if b.masked else 0)
@@ -158,6 +174,20 @@ def attend(b: Layer, q: Value, k: Value, v: Value) -> Attended:
     return out, weights
 
 
+def _written_out(b: Layer, q: Value, k: Value, v: Value) -> Value:
+    """torch's attention where no kernel takes dropout (on a CPU): in FP32, scores and all."""
+    t, a = b.tape, b.arch
+    groups = a.heads // a.kv_heads
+    q, k, v = t.to(q, 4), t.to(t.repeat(k, groups), 4), t.to(t.repeat(v, groups), 4)
+    scaled = t.apply(q)
+    scores = _product(b, scaled, t.apply(k), a.heads * b.seq_len, (True, True))
+    scores = t.copied(scores)  # the causal mask is added
+    scores = t.keeping_result(scores)
+    scores = t.dropout(scores, fused=False)
+    _weights = t.to(scores, t.item)
+    return t.copied(t.to(_product(b, scores, v, q.width, (False, True)), t.item))
+
+
 def _product(b: Layer, x: Value, y: Value, width: int, scattered: tuple[bool, bool]) -> Value:
     """A batched product of two values; one whose heads lie scattered over the rows of several sequences is copied."""
     t = b.tape
@@ -166,7 +196,7 @@ def _product(b: Layer, x: Value, y: Value, width: int, scattered: tuple[bool, bo
     sizes = [x.size, y.size]
     node = t.record([x, y], lambda node, grad: [t.new(size) for size in sizes])
     t.keep(node, x, y)
-    return t.made(width, t.item, node, t.every_second())
+    return t.made(width, x.item, node, t.every_second())
 
 
 def attention(b: Layer, hidden: Value) -> Attended:
@@ -233,14 +263,14 @@ def fused_mlp(b: Layer, x: Value) -> Value:
 
 
 def plain_mlp(b: Layer, x: Value, first: str, second: str) -> Value:
-    x = b.linear(x, b.arch.intermediate, first)
-    x = activation(b.tape, x, b.arch.activation)
-    return b.linear(x, b.arch.hidden, second)
+    wide = b.linear(x, b.arch.intermediate, first)  # what entered stays named by the module's call
+    wide = activation(b.tape, wide, b.arch.activation)
+    return b.linear(wide, b.arch.hidden, second)
 
 
 def _dropped(b: Layer, x: Value) -> Value:
     """Dropout of what a block adds: its mask and its result; without it nothing happens."""
-    return b.tape.dropout(x) if b.arch.hidden_dropout else x
+    return b.tape.dropout(x, b.fused) if b.arch.hidden_dropout else x
 
 
 # -- blocks -------------------------------------------------------------------------------------------------------
@@ -259,7 +289,7 @@ def _llama(b: Layer, hidden: Value) -> Value:
 
         hidden = experts(b, hidden)
     else:
-        hidden = fused_mlp(b, hidden) if kind == "phi3" else gated_mlp(b, hidden)
+        hidden = b.module("mlp.", hidden, lambda x: fused_mlp(b, x) if kind == "phi3" else gated_mlp(b, x))
     return t.add(residual, _scaled(b, _dropped(b, hidden)))
 
 
@@ -276,7 +306,7 @@ def _gemma2(b: Layer, hidden: Value) -> Value:
     hidden = t.add(residual, hidden)
     residual = hidden
     hidden = b.norm(hidden, "pre_feedforward_layernorm")
-    hidden = gated_mlp(b, hidden)
+    hidden = b.module("mlp.", hidden, lambda x: gated_mlp(b, x))
     hidden = b.norm(hidden, "post_feedforward_layernorm")
     return t.add(residual, hidden)
 
@@ -288,7 +318,7 @@ def _olmo2(b: Layer, hidden: Value) -> Value:
     hidden = b.norm(hidden, "post_attention_layernorm")
     hidden = t.add(residual, hidden)
     residual = hidden
-    hidden = gated_mlp(b, hidden)
+    hidden = b.module("mlp.", hidden, lambda x: gated_mlp(b, x))
     hidden = b.norm(hidden, "post_feedforward_layernorm")
     return t.add(residual, hidden)
 
@@ -352,4 +382,5 @@ BLOCKS: dict[str, Callable[[Layer, Value], Value]] = {
 
 def block(b: Layer, hidden: Value) -> Value:
     """One block of the family's, from what enters it to what leaves it."""
-    return BLOCKS.get(b.arch.model_type, _llama)(b, hidden)
+    play = BLOCKS.get(b.arch.model_type, _llama)
+    return b.module("", hidden, lambda x: play(b, x))

@@ -55,13 +55,13 @@ def loss_of(asked: Asked, arch: Arch, trains: bool) -> Loss:
     if arch.whole_logits:
         return _own_logits(arch, c, tokens, rows, trains)
     positions = tokens * h * item
-    flat = positions + (tokens * h * c if item != c else 0)
+    beside = positions if item != c else 0  # hidden states are cast on entering a head that is kept in FP32
     several = rows < tokens and item < 4
     table = vocab * h if trains else 0
     bias = vocab if arch.model_type == "phi" and trains else 0
     head = 4 if several else item
     wide = rows * vocab * (item + (4 if item < 4 else 0))
-    making = flat + positions + table * (head + (item if several else 0)) + wide + 4 * bias + 16 * rows
+    making = 2 * positions + table * (head + (item if several else 0)) + wide + 4 * bias + 16 * rows
     text = (
         f"{rows} rows x {vocab} logits x {item}{' + 4' if item < 4 else ''} B + 2 x {tokens} positions x {h} x {item} B"
     )
@@ -69,7 +69,7 @@ def loss_of(asked: Asked, arch: Arch, trains: bool) -> Loss:
         text += f" + the head's gradient {vocab} x {h} x {head}{f' + {item}' if several else ''} B"
     kept = positions + table * head + 4 * bias
     casting = table * item if several else 0
-    return Loss(making, 0, kept, casting, table * item + bias * item, positions, 0, text)
+    return Loss(making, beside, kept, casting, table * item + bias * item, positions, 0, text)
 
 
 def _own_logits(arch: Arch, c: int, tokens: int, rows: int, trains: bool) -> Loss:

@@ -368,12 +368,14 @@ class Tape:
         self.keep(node, x, sums)
         return out
 
-    def dropout(self, x: Value) -> Value:
-        """torch's own: its result, and a mask of one byte an element that backward reads."""
-        size = x.size
+    def dropout(self, x: Value, fused: bool = True) -> Value:
+        """Its result, and what backward multiplies by: one kernel keeps a byte an element (on a GPU), the plain way a mask
+        of the dtype of x."""
+        size, item = x.size, x.item
         node = self.record([x], lambda node, grad: [self.new(size)])
-        out = self.made(x.width, x.item, node)
-        self.keep(node, Value(self.new(x.width), x.width, 1, None))
+        noise = None if fused else Value(self.new(size), x.width, item, None)
+        out = self.made(x.width, item, node)
+        self.keep(node, noise or Value(self.new(x.width), x.width, 1, None))
         return out
 
     def attention(self, q: Value, k: Value, v: Value, heads: int, extra: int = 0) -> Value:

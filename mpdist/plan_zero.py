@@ -8,29 +8,32 @@ module by module, with a bucket's worth fetched ahead. Gradients travel in bucke
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
+from mpdist.arch import Arch
 from mpdist.formats import bytes_of
+from mpdist.plan_activations import top
+from mpdist.plan_moments import (
+    END,
+    FIRST_REDUCTION,
+    FORWARD,
+    LOSS,
+    REDUCTION,
+    START,
+    STEP,
+    Held,
+    Play,
+    Scene,
+    highest,
+    more,
+    part_of,
+)
 
 if TYPE_CHECKING:
-    from mpdist.arch import Arch
     from mpdist.plan_memory import Asked
 
 BUCKET = 8 * 2**20  # elements; DeepSpeed's own default is 5e8, gigabytes whatever the model
-
-Moment = dict[str, int]  # row name -> bytes held at that moment
-
-
-class Held(NamedTuple):
-    """Bytes on one rank. always: at every moment of a step; rest: between steps; changing: what comes and goes, by
-    moment; texts: the rows' formulas; host: rows in host memory."""
-
-    always: Moment
-    rest: Moment
-    changing: dict[str, Moment]
-    texts: dict[str, str]
-    host: set[str]
 
 
 def buckets(sizes: Sequence[int]) -> tuple[int, int]:
@@ -128,9 +131,8 @@ class _Zero:
         return min(self.all, self.live + self.in_block), min(self.all, self.bucket + self.in_block)
 
 
-def held(asked: Asked, arch: Arch, activations: tuple[int, int, str], logits: tuple[int, int, str]) -> Held:
-    """activations, logits: as plan_memory counts them for every engine."""
-    z = _Zero(asked, arch)
+def held(asked: Asked, arch: Arch) -> Held:
+    z, play = _Zero(asked, arch), Play(asked, arch)
     states = {"parameters": 4 * z.mine, "moments": 8 * z.mine, "working": z.c * z.working}
     always = dict(states)
     if z.stage == 3:
@@ -138,15 +140,15 @@ def held(asked: Asked, arch: Arch, activations: tuple[int, int, str], logits: tu
     if z.stage < 3 and asked.offload != "none":
         always["gradient_copies"] = 4 * z.mine
     rest = always | {"gradients": 4 * z.mine}
-    host = {"parameters", "moments", "optimizer_temporaries", "gradient_copies"} if z.host else set()
+    host = {"parameters", "moments", "optimizer_temporaries", "gradient_copies"} if z.host else set[str]()
     host |= {"gradients"} if z.host and z.stage == 3 else set()
     host |= {"working"} if z.all_host else set()
-    return Held(always, rest, _moments(z, activations, logits), _texts(z, activations[2], logits[2]), host)
+    changing, own = highest(_scenes(z, play))
+    return Held(always, rest, changing, own, play.common_texts() | _texts(z), host)
 
 
-def _moments(z: _Zero, activations: tuple[int, int, str], logits: tuple[int, int, str]) -> dict[str, Moment]:
-    """What comes and goes within a step, at the moments that can be the peak."""
-    stored, running, _ = activations
+def _scenes(z: _Zero, play: Play) -> Iterator[Scene]:
+    """What comes and goes within a step."""
     whole, twice = (z.c * n for n in z.gathered())
     sums, largest = 4 * z.mine, max(z.counts)
     at_once = z.trainable <= z.bucket  # all gradients travel together
@@ -164,34 +166,41 @@ def _moments(z: _Zero, activations: tuple[int, int, str], logits: tuple[int, int
         own = z.width * elements if z.stage == 2 and elements > z.bucket else 0
         return bucket + own + z.travelling(elements)
 
-    found = {
-        "the loss": {"gathered": whole, "gradients": early, "activations": stored, "logits": logits[0]},
-        "the start of backward": {
-            "gathered": whole, "gradients": early, "activations": stored + running, "logits": kept, "comm": filling
-        },
-        "the end of backward": {"gathered": min(whole, z.c * max(largest, z.in_block)), "comm": leaving(last)},
-        "the optimizer's step": {"gradients": sums, "optimizer_temporaries": z.stepping},
-    }  # fmt: skip
-    end = found["the end of backward"]
+    ahead = {"gathered": whole, "gradients": early}
+    for i in play.turns:
+        yield FORWARD, {**ahead, "gathered": whole + twice, "activations": play.forward(i)}
+    for tail in play.tail():
+        if tail.part == LOSS:
+            yield LOSS, {**ahead, **tail.rows}
+        else:
+            rows = {**ahead, **tail.rows, "comm": filling}
+            yield START, more(rows, "logits", kept if tail.passed else 0)
+    for i in play.turns:
+        point = top(play.a.blocks[i].backward, play.tokens)[0]
+        rows = {**ahead, "activations": play.base(i) + point, "logits": kept, "comm": filling}
+        yield part_of(i, play.layers), rows
+    end = {"gathered": min(whole, z.c * max(largest, z.in_block)), "activations": play.ids, "comm": leaving(last)}
+    yield STEP, {"gradients": sums, "activations": play.ids, "optimizer_temporaries": 0}
     if z.stage == 1:  # those in a bucket are nowhere else
-        end["gradients"] = before + 4 * (z.trainable - (last if last <= z.bucket else 0))
+        yield END, {**end, "gradients": before + 4 * (z.trainable - (last if last <= z.bucket else 0))}
         if not at_once:
             going = max(z.bucket, z.in_block)
-            found["the reduction"] = {"gradients": sums + 4 * (z.trainable - last), "comm": leaving(going)}
-        return found
-    end["gradients"] = reduced + 4 * min(z.early, last)
-    if twice:
-        found["forward"] = {"gathered": whole + twice, "gradients": early, "activations": stored}
+            rows = {"gradients": sums + 4 * (z.trainable - last), "activations": play.ids, "comm": leaving(going)}
+            yield REDUCTION, rows
+        return
+    yield END, {**end, "gradients": reduced + 4 * min(z.early, last)}
     if not at_once:  # a head larger than a bucket leaves ahead of the blocks, else the first full bucket within one
-        there = stored + (running // 2 if first <= z.bucket else 0)
-        found["the first reduction"] = {
+        last_block = play.layers - 1
+        there = play.base(last_block + 1) + play.tokens * play.a.tail.kept
+        if first <= z.bucket:
+            there = play.base(last_block) + top(play.a.blocks[last_block].backward, play.tokens)[0]
+        yield FIRST_REDUCTION, {
             "gathered": whole, "gradients": reduced + 4 * z.early, "activations": there, "logits": kept,
             "comm": leaving(max(z.bucket, first)),
         }  # fmt: skip
-    return found
 
 
-def _texts(z: _Zero, activations: str, logits: str) -> dict[str, str]:
+def _texts(z: _Zero) -> dict[str, str]:
     asked = z.asked
     ranks = f" / {asked.ranks} ranks" if asked.ranks > 1 else ""
     share = f"{z.trainable}{ranks}"
@@ -208,8 +217,6 @@ def _texts(z: _Zero, activations: str, logits: str) -> dict[str, str]:
         "working": working,
         "gradients": f"4 B x {share}{unsharded}",
         "moments": f"2 x 4 B x {share}",
-        "activations": activations,
-        "logits": logits,
         "comm": comm + f" in {asked.wire}" if asked.ranks > 1 else comm,
         "optimizer_temporaries": "none: the fused step works in place"
         if asked.fused

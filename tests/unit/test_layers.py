@@ -68,6 +68,7 @@ LAYERS = {
     "inputs": 2,
     "place": 2,
     "launch": 2,
+    "sweep_file": 2,
     "translate": 2,
     "translate.theirs": 4,
     "translate.command": 4,

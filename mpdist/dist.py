@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -55,7 +56,7 @@ def start(world: World, device: torch.device, timeout: timedelta) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     store = _store(world, timeout)
-    store.set(_KEY.format(world.rank), "1")
+    store.set(_KEY.format(world.rank), _seat_of(device))
     deadline = time.monotonic() + timeout.total_seconds()
     missing = list(range(world.ranks))
     while missing:
@@ -67,9 +68,40 @@ def start(world: World, device: torch.device, timeout: timedelta) -> None:
                                "look at the log of the missing rank's node, or raise launch.timeout")  # fmt: skip
         if missing:
             time.sleep(0.02)
+    _check_devices([one.decode() for one in store.multi_get([_KEY.format(rank) for rank in range(world.ranks)])])
     dist.init_process_group(
         backend, store=dist.PrefixStore("mpdist", store), rank=world.rank, world_size=world.ranks, timeout=timeout
     )
+
+
+def _seat_of(device: torch.device) -> str:
+    """What a rank computes on, so that no two ranks of one host say the same GPU: its kind, host and place on the bus."""
+    host = platform.node() or "?"
+    if device.type != "cuda":
+        return f"{device.type} {host}"
+    about = torch.cuda.get_device_properties(device)
+    names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
+    bus = ":".join(f"{getattr(about, name):x}" for name in names if hasattr(about, name))
+    return f"cuda {host} {bus or device.index}"
+
+
+def _check_devices(seats: Sequence[str]) -> None:
+    """Raises MachineError, alike on all ranks, where they could not form a group: it would hang, or fail in NCCL's words.
+
+    seats: as `_seat_of` has them, by rank.
+    """
+    kinds = [seat.partition(" ")[0] for seat in seats]
+    if len(set(kinds)) > 1:
+        odd = next(rank for rank, kind in enumerate(kinds) if kind != kinds[0])
+        raise MachineError(f"rank 0 on {seats[0].split()[1]} computes on {kinds[0]}, rank {odd} on {seats[odd].split()[1]} on {kinds[odd]}",
+                           "all ranks need the same kind of device; where launch.device is auto, one without a visible GPU takes the CPU",
+                           "check the driver and CUDA_VISIBLE_DEVICES of the node without, or set launch.device")  # fmt: skip
+    for rank, seat in enumerate(seats):
+        first = seats.index(seat)
+        if kinds[rank] == "cuda" and first != rank:
+            raise MachineError(f"ranks {first} and {rank} on {seat.split()[1]} have the same GPU",
+                               "each rank needs a device of its own",
+                               "start no more ranks than the node shows devices, and let the launcher set LOCAL_RANK")  # fmt: skip
 
 
 def _store(world: World, timeout: timedelta) -> dist.Store:

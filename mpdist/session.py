@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from mpdist import diagnose, ledger, restore, shelf, space, watch
+from mpdist import diagnose, ledger, preflight, restore, shelf, space, watch
 from mpdist.assemble import assemble, save_hf, switches, worlds_plan
 from mpdist.clock import Clock, Rate
 from mpdist.config import leaves
@@ -96,6 +96,8 @@ class Session:
             return False
         seat.take(session)
         self.clock.backdate(self.run.began)
+        if seat.world.ranks > 1:
+            preflight.before(self.resolved, planned, seat, self.device, self.say)
         seat.doing("load")
         with self.clock("load"):
             self.parts = assemble(self.resolved, seat.world, self.device, self.say)

@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mpdist import slurm
+
 _PACKAGES = (
     "mpdist", "torch", "transformers", "tokenizers", "datasets", "accelerate", "deepspeed", "safetensors", "wandb",
     "numpy", "pydantic", "triton", "flash-attn", "nvidia-nccl-cu12", "nvidia-nccl-cu13",
@@ -68,6 +70,7 @@ def environment(devices: Sequence[str] = (), argv: Sequence[str] | None = None, 
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": _memory_bytes(),
+        "slurm": slurm.session(os.environ),
         "devices": list(devices),
         "variables": sorted(name for name in os.environ if _VARIABLES.fullmatch(name)),
         "command": _command(sys.argv if argv is None else argv),

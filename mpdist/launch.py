@@ -15,13 +15,14 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpdist import blame, hang, space, stacks, watch
+from mpdist import blame, hang, slurm, space, stacks, watch
 from mpdist.errors import DoesNotFit, MachineError, UsageError
 from mpdist.inputs import check_inputs
-from mpdist.place import Place, check_machine, device_memory, find_place, host_memory, origin_of
+from mpdist.place import Place, check_machine, device_memory, find_place, host_memory, origin_of, with_free_port
 from mpdist.supervise import Child, Heard, listening, say
 from mpdist.units import format_bytes
 
@@ -43,12 +44,16 @@ def run(
     dry_run: bool = False,
     memory_bytes: int | None = None,
     worker: Sequence[str] = ("-m", "mpdist"),
+    heard: list[Heard] | None = None,
+    look: Callable[[], None] | None = None,
 ) -> int:
     """Launch a run and wait for its end; the exit status that its status.json records.
 
     ranks, nodes: as launch.ranks and launch.nodes, which they replace; ranks are per node. node_rank: this node's
     number where there are several (default: Slurm's, else 0). memory_bytes: a rank's, for the plan's verdict (default:
-    what the GPUs have). worker: what torchrun starts, the config's path follows.
+    what the GPUs have). worker: what torchrun starts, the config's path follows. heard: the stop signals of a caller
+    that is listening itself; one that is there already stops the run at its first step. look: called again and again
+    while the ranks run.
     Raises UsageError, DoesNotFit or MachineError before anything is started. Main thread only.
     """
     place = find_place(resolved, ranks, nodes, node_rank, os.environ)
@@ -59,11 +64,9 @@ def run(
         print(describe(resolved, plan, place, worker))
         plan.require_fit()
         return 0
-    say(plan.text())
-    plan.require_fit()
-    check_machine(resolved, place)
-    _check_host(plan, resolved, place)
-    check_inputs(resolved)
+    if place.node_rank == 0:  # many nodes share one log
+        say(plan.text())
+    _require(resolved, place, plan)
     if warning := space.check(resolved, plan.saves):
         say(f"warning: {warning}")
     if place.node_rank:
@@ -72,10 +75,27 @@ def run(
 
     run_dir, mode = open_run(resolved, plan.to_json())
     try:
-        with listening() as heard:  # before the run is on record as running, so that its end will be
-            return _lead(run_dir, mode, place, worker, resolved.config.launch.timeout, heard)
+        # Before the run is on record as running, so that its end will be.
+        with listening() if heard is None else contextlib.nullcontext(heard) as signals:
+            return _lead(run_dir, mode, place, worker, resolved.config.launch.timeout, signals, look)
     finally:
         run_dir.release()
+
+
+def foresee(resolved: Resolved, ranks: int | None = None) -> Plan:
+    """The plan of a run on one node, with everything refused that `run` would refuse, but for a run directory that is
+    there and a full disk. Touches nothing."""
+    place = find_place(resolved, ranks, None, None, os.environ)
+    plan = _plan(resolved, place, None)
+    _require(resolved, place, plan)
+    return plan
+
+
+def _require(resolved: Resolved, place: Place, plan: Plan) -> None:
+    plan.require_fit()
+    check_machine(resolved, place)
+    _check_host(plan, resolved, place)
+    check_inputs(resolved)
 
 
 def _is_finished(resolved: Resolved, place: Place) -> bool:
@@ -123,10 +143,19 @@ def _check_host(plan: Plan, resolved: Resolved, place: Place) -> None:
         )
 
 
-def _lead(run_dir: RunDir, mode: str, place: Place, worker: Sequence[str], timeout: float, heard: list[Heard]) -> int:
+def _lead(
+    run_dir: RunDir,
+    mode: str,
+    place: Place,
+    worker: Sequence[str],
+    timeout: float,
+    heard: list[Heard],
+    look: Callable[[], None] | None,
+) -> int:
     """The node of rank 0: it owns the run directory."""
     from mpdist.env import environment
 
+    place = with_free_port(place)
     command = torchrun(place, worker, run_dir.config_path, timeout)
     ranks = place.ranks * place.nodes
     env = environment(torchrun=command, omp_num_threads=place.threads, ranks=ranks, nodes=place.nodes)
@@ -137,7 +166,14 @@ def _lead(run_dir: RunDir, mode: str, place: Place, worker: Sequence[str], timeo
     say(f"OMP_NUM_THREADS={place.threads} ({place.threads_why})")
     variables = {**os.environ, "OMP_NUM_THREADS": str(place.threads), watch.SESSION: str(session)}
     child = Child(command, variables, folder / "logs" / "torchrun.log", heard, timeout, _noting(run_dir))
-    status = child.run(lambda: folder)
+
+    def where() -> Path:
+        if look is not None:
+            look()
+        return folder
+
+    with slurm.meeting_at(place.port, run_dir.path, place.task):
+        status = child.run(where)
     return _conclude(run_dir, child, status)
 
 
@@ -148,6 +184,8 @@ def _follow(resolved: Resolved, place: Place, worker: Sequence[str]) -> int:
 
     cfg = resolved.config
     run_dir = RunDir(Path(cfg.out_dir) / cfg.name, rank=place.node_rank * place.ranks)
+    if place.task is not None:
+        place = replace(place, port=slurm.called_port(run_dir.path, place.task, cfg.launch.timeout))
     deadline = time.monotonic() + cfg.launch.timeout
     while not (run_dir.config_path.exists() and holder(run_dir.path)):
         if time.monotonic() > deadline:

@@ -7,10 +7,11 @@ import re
 import socket
 import subprocess
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mpdist import slurm
 from mpdist.errors import ConfigError, MachineError, MpdistError, UsageError
 
 if TYPE_CHECKING:
@@ -21,7 +22,10 @@ PORT_OF_SEVERAL_NODES = 29500
 
 @dataclass(frozen=True)
 class Place:
-    """Where the ranks run. `ranks` are those of this node; `cuda` its visible devices; `first_host` as Slurm has it."""
+    """Where the ranks run. `ranks` are those of this node; `cuda` its visible devices; `first_host` as Slurm has it.
+
+    task: this launcher as a task of a Slurm step, which then says what the nodes are.
+    """
 
     ranks: int
     nodes: int
@@ -34,6 +38,7 @@ class Place:
     threads: int
     threads_why: str
     first_host: str | None
+    task: slurm.Task | None = None
 
 
 def find_place(
@@ -43,7 +48,8 @@ def find_place(
     ask, origin = resolved.config.launch, origin_of(resolved)
     problems: list[MpdistError] = []
     cuda = 0 if ask.device == "cpu" else visible_devices(env)
-    nodes = nodes or ask.nodes
+    task = slurm.task(env)
+    nodes, node_rank = _nodes(resolved, task, nodes, node_rank, problems)
     asked = f"--ranks {ranks}" if ranks else f"launch.ranks = {ask.ranks} ({origin('launch.ranks')})"
     ranks = ranks or (ask.ranks if isinstance(ask.ranks, int) else max(cuda, 1))
     if cuda and ranks > cuda:
@@ -59,23 +65,52 @@ def find_place(
             UsageError(f"--node-rank {node_rank}", why, f"give {numbers}, or set --nodes to what there are")
         )
     first = None
-    if listed := env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST"):
+    if (
+        listed := (task and env.get("SLURM_STEP_NODELIST"))
+        or env.get("SLURM_JOB_NODELIST")
+        or env.get("SLURM_NODELIST")
+    ):
         first = first_host(listed)
     address = ask.address or (first if nodes > 1 else None)
+    if task and nodes > 1 and first and not ask.address:
+        address = slurm.address(first)
     if nodes > 1 and address is None:
         why = f"{nodes} nodes have to find each other"
         problems.append(UsageError("launch.address is not set", why, "set it to the first node's host name or address"))
-    if ask.address and first and not same_host(ask.address, first):
+    if ask.address and first and not slurm.same_host(ask.address, first):
         why = f"rank 0 runs on the first node of the job, {first} (of {listed}); elsewhere nobody would answer"
         what = f"launch.address = {ask.address} ({origin('launch.address')})"
         problems.append(UsageError(what, why, f"set launch.address={first}, or leave it out"))
     if problems:
         raise ConfigError(problems)
-    port = ask.port if isinstance(ask.port, int) else (PORT_OF_SEVERAL_NODES if nodes > 1 else 0)
+    several = next(slurm.ports(task)) if task else PORT_OF_SEVERAL_NODES
+    port = ask.port if isinstance(ask.port, int) else (several if nodes > 1 else 0)
     cores = granted_cores(env)
     threads, why = threads_for(ranks, cores, env)
     device = "cuda" if cuda or ask.device == "cuda" else "cpu"
-    return Place(ranks, nodes, node_rank, address, port, cuda, device, cores, threads, why, first)
+    return Place(ranks, nodes, node_rank, address, port, cuda, device, cores, threads, why, first, task)
+
+
+def _nodes(
+    resolved: Resolved, task: slurm.Task | None, nodes: int | None, node_rank: int | None, problems: list[MpdistError]
+) -> tuple[int, int | None]:
+    """The nodes, and this one's number: in a step of Slurm's, its own, which nothing else may contradict."""
+    if task is None:
+        return nodes or resolved.config.launch.nodes, node_rank
+    origin = resolved.origins.get("launch.nodes", "default")
+    asked = f"--nodes {nodes}" if nodes else f"launch.nodes = {resolved.config.launch.nodes} ({origin})"
+    if (nodes or origin != "default") and (nodes or resolved.config.launch.nodes) != task.nodes:
+        why = f"this step of job {task.job} has SLURM_STEP_NUM_NODES = {task.nodes}"
+        do = f"give the job as many (sbatch --nodes), or set launch.nodes={task.nodes}"
+        problems.append(UsageError(asked, why, do))
+    if node_rank not in (None, task.node):
+        why = f"Slurm has started it on the node with SLURM_NODEID = {task.node}"
+        problems.append(UsageError(f"--node-rank {node_rank}", why, "leave it out"))
+    if task.beside > 1:
+        why = f"{task.beside} tasks of job {task.job} run on this node, and one `mpdist launch` starts all ranks of a node"
+        do = "start it with srun --ntasks-per-node=1; or let srun start each rank: srun python -m mpdist CONFIG"
+        problems.append(UsageError(f"SLURM_STEP_NUM_TASKS = {task.tasks} on {task.nodes} nodes", why, do))
+    return task.nodes, task.node
 
 
 def origin_of(resolved: Resolved) -> Callable[[str], str]:
@@ -120,10 +155,16 @@ def host_memory() -> int | None:
 
 
 def granted_cores(env: Mapping[str, str]) -> int:
-    """Cores that this process may use: its affinity, or Slurm's cpus per task where that is less."""
+    """Cores that this process may use: its affinity, or Slurm's cpus per task where that is less.
+
+    A task that has its node for itself has all of the job's CPUs there, whatever a task of another step would have.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    slurm = env.get("SLURM_CPUS_PER_TASK", "")
-    return min(cores, int(slurm)) if slurm.isdecimal() and int(slurm) else cores
+    task = slurm.task(env)
+    if task is not None and task.beside == 1 and task.cpus:
+        return min(cores, task.cpus)
+    share = env.get("SLURM_CPUS_PER_TASK", "")
+    return min(cores, int(share)) if share.isdecimal() and int(share) else cores
 
 
 def threads_for(ranks: int, cores: int, env: Mapping[str, str]) -> tuple[int, str]:
@@ -136,22 +177,14 @@ def threads_for(ranks: int, cores: int, env: Mapping[str, str]) -> tuple[int, st
 
 def first_host(nodelist: str) -> str:
     """The first host of a list as Slurm writes it: 'n[08-10,12],m1' -> 'n08'."""
-    name = ""
-    for text, choices in re.findall(r"([^\[\],]+)|\[([^\]]*)\]|(?=,)", nodelist):
-        if not text and not choices:
-            break
-        name += text or re.split(r"[,-]", choices)[0]
-    return name
+    return next(iter(slurm.hosts(nodelist)), "")
 
 
-def same_host(one: str, other: str) -> bool:
-    """Whether two names or addresses mean one host; asks the resolver only if the names differ."""
-    if one.partition(".")[0].lower() == other.partition(".")[0].lower() and not one[:1].isdigit():
-        return True
-    try:
-        return socket.gethostbyname(one) == socket.gethostbyname(other)
-    except OSError:
-        return one == other
+def with_free_port(place: Place) -> Place:
+    """In a step of Slurm's: with the first of its ports that is free just now, for other jobs may be on this node."""
+    if place.task is None or place.port not in set(slurm.ports(place.task)):
+        return place
+    return replace(place, port=slurm.free_port(place.task))
 
 
 def check_machine(resolved: Resolved, place: Place) -> None:
@@ -163,7 +196,10 @@ def check_machine(resolved: Resolved, place: Place) -> None:
             "no CUDA device is visible on this node",
             "check nvidia-smi and CUDA_VISIBLE_DEVICES, or set launch.device=cpu",
         )
-    if place.port and place.node_rank == 0:
+    chosen_later = place.task is not None and not isinstance(
+        ask.port, int
+    )  # from the job's ports, when all else is ready
+    if place.port and place.node_rank == 0 and not chosen_later:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

@@ -390,9 +390,9 @@ def _is_path(*values: Any) -> bool:
 
 
 def _refuse_foreign(run: RunDir) -> None:
-    """A directory without config.yaml may hold what a launch leaves that failed early, and nothing else."""
+    """A directory without config.yaml may hold what a launch leaves that failed early, or a submission, and no more."""
     if run.path.is_dir():
-        ours = {LOCK, _RESERVE, "sessions", "plan.json", "status.json"}
+        ours = {LOCK, _RESERVE, "sessions", "plan.json", "status.json", "slurm"}
         foreign = sorted(p.name for p in run.path.iterdir() if p.name not in ours and not p.name.endswith(".aside"))
         if not foreign:
             return

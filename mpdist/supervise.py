@@ -143,7 +143,8 @@ class Child:
 
     def _serve_signals(self) -> None:
         hard = [item for item in self._heard if item[0] in (signal.SIGINT, signal.SIGTERM)]
-        second = next((n for n, at in hard[1:] if n == signal.SIGINT or at - hard[0][1] > _SAME_S), None)
+        again = [(n, at) for n, at in hard[1:] if not watch.repeated(n)]
+        second = next((n for n, at in again if n == signal.SIGINT or at - hard[0][1] > _SAME_S), None)
         if second is not None and self.hard is None:
             self.hard = second
             say(f"a second {signal.Signals(second).name}: ending all ranks at once")
@@ -279,6 +280,19 @@ class Child:
             time.sleep(_POLL_S)
         left = ", ".join(str(pid) for pid in watch.marked(self.token))
         print(f"warning: processes that a SIGKILL does not end: {left}", file=sys.stderr)
+
+
+def helper(command: Sequence[str], heard: list[Heard]) -> int:
+    """Run a short command of ours that a signal may end at any point; its exit status, negative where one did."""
+    watch.libc()
+    process = subprocess.Popen(
+        list(command), stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=watch.die_with_parent
+    )
+    while process.poll() is None:
+        if heard:
+            process.kill()
+        time.sleep(_POLL_S)
+    return process.wait()
 
 
 def _prepare() -> None:

@@ -37,6 +37,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
+from mpdist import slurm
 from mpdist.errors import MpdistError
 from mpdist.lines import dump, read_json, write_atomic
 
@@ -200,7 +201,7 @@ class Stop:
         if number not in (signal.SIGINT, signal.SIGTERM):
             return
         now = time.monotonic()
-        if self._hard_at is None:
+        if self._hard_at is None or repeated(number):
             self._hard_at = now
         elif now - self._hard_at > _SAME_S:
             if self._rank is not None:
@@ -212,6 +213,12 @@ class Stop:
         if number == signal.SIGUSR1 and self._rank is not None:  # the launcher's way to ask, whatever it got itself
             asked = passed_on(self._rank.folder.parent)
         return asked or signal.Signals(number).name
+
+
+def repeated(number: int) -> bool:
+    """Whether a signal says again what it has said, and asks for no end at once: Slurm's second TERM, at the end of a
+    grace time, after which there are KillWait seconds left for a save, and SIGKILL follows without anybody's help."""
+    return number == signal.SIGTERM and slurm.task(os.environ) is not None
 
 
 def passed_on(session: Path) -> str | None:

@@ -5,15 +5,17 @@ Nothing here imports torch before the rank is on record, so that a launcher can 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from mpdist import blame, watch
+from mpdist import blame, interface, slurm, watch
 from mpdist.errors import Diverged, MachineError, MpdistError
 from mpdist.lines import no_room
 from mpdist.record import RunDir
@@ -80,9 +82,10 @@ def main(resolved: Resolved, world: World) -> NoReturn:
         if seat.given_session is not None:
             seat.take(seat.given_session)
         seat.stop.listen(seat.record)
-        from mpdist import train
+        with _meeting(resolved, seat):
+            from mpdist import train
 
-        status = train.run(resolved, seat)
+            status = train.run(resolved, seat)
     except (SystemExit, KeyboardInterrupt):
         raise
     except BaseException as error:  # some of torch's errors lie outside Exception
@@ -91,6 +94,28 @@ def main(resolved: Resolved, world: World) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+@contextlib.contextmanager
+def _meeting(resolved: Resolved, seat: Seat) -> Iterator[None]:
+    """What torch and its backends read from the environment, where no torchrun has set it or the host's name misleads."""
+    world, task, env = seat.world, slurm.task(os.environ), os.environ
+    called: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if task is not None and world.source == "srun" and world.ranks > 1:
+        timeout = resolved.config.launch.timeout
+        env["MASTER_ADDR"] = slurm.first_address(task, world.address)
+        if world.port is None and world.is_first:
+            port = slurm.free_port(task)
+            called = slurm.meeting_at(port, seat.run.path, task)
+        else:
+            port = world.port or slurm.called_port(seat.run.path, task, timeout)
+        env["MASTER_PORT"] = str(port)
+        own = {"RANK": world.rank, "WORLD_SIZE": world.ranks, "LOCAL_RANK": world.local_rank}
+        env.update({name: str(value) for name, value in own.items()}, LOCAL_WORLD_SIZE=str(world.local_ranks))
+    if world.nodes > 1:
+        interface.choose(env, [*(task.hosts if task else ()), env.get("MASTER_ADDR", "")])
+    with called:
+        yield
 
 
 def _expected(seat: Seat, error: BaseException) -> BaseException:

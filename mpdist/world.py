@@ -31,14 +31,35 @@ def from_env(env: Mapping[str, str]) -> World | None:
     """The world that ``env`` (os.environ, or any mapping) describes; None where no launcher has set one.
 
     torchrun's variables win over srun's, since torchrun may itself have been started by srun. Raises
-    MachineError where a launcher's variables are there but incomplete or contradict each other.
+    MachineError where a launcher's variables are there but incomplete or contradict each other, or the other one's.
     """
-    if "RANK" in env and "WORLD_SIZE" in env:
-        return _checked(_torchrun(env))
     # A batch script may see SLURM_PROCID too; only the tasks of a step belong to a world.
-    if "SLURM_PROCID" in env and (env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID", "")).isdecimal():
-        return _checked(_srun(env))
-    return None
+    step = "SLURM_PROCID" in env and (env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID", "")).isdecimal()
+    if "RANK" in env and "WORLD_SIZE" in env:
+        found = _checked(_torchrun(env))
+        if step and "SLURM_STEP_NUM_TASKS" in env:
+            _agree(found, env)
+        return found
+    return _checked(_srun(env)) if step else None
+
+
+def _agree(found: World, env: Mapping[str, str]) -> None:
+    """Raises MachineError where the tasks of a step would each train for themselves, in one directory."""
+    tasks = _number(env, "SLURM_STEP_NUM_TASKS")
+    if "GROUP_WORLD_SIZE" in env:  # each task is one torchrun, of one world
+        if found.nodes != tasks:
+            raise MachineError(
+                f"torchrun says GROUP_WORLD_SIZE = {found.nodes}, and Slurm says SLURM_STEP_NUM_TASKS = {tasks}",
+                f"srun has started torchrun {tasks} times, and each of these knows of {found.nodes}",
+                "start one torchrun a node (srun --ntasks-per-node=1) and give it --nnodes and --node-rank, as `mpdist launch` does",
+            )
+    elif (found.rank, found.ranks) != (_number(env, "SLURM_PROCID"), tasks):
+        raise MachineError(
+            f"RANK = {found.rank} and WORLD_SIZE = {found.ranks}, but SLURM_PROCID = {env['SLURM_PROCID']} and "
+            f"SLURM_STEP_NUM_TASKS = {tasks}",
+            "srun has started this rank, and the environment holds what another launcher has left",
+            "unset RANK and WORLD_SIZE in the shell or script that submits the job",
+        )
 
 
 def _torchrun(env: Mapping[str, str]) -> World:

@@ -25,6 +25,8 @@ LAYERS = {
     "devices": 1,
     "formats": 1,
     "shipped": 1,
+    "interface": 2,
+    "slurm": 2,
     "plan": 2,
     "plan_advice": 2,
     "plan_command": 4,
@@ -53,6 +55,7 @@ LAYERS = {
     "svg_charts": 2,
     "space": 2,
     "findings": 2,
+    "hub": 2,
     "machine": 2,
     "clock": 2,
     "lines": 2,
@@ -68,7 +71,11 @@ LAYERS = {
     "inputs": 2,
     "place": 2,
     "launch": 2,
+    "sweep": 2,
+    "sweep_arms": 2,
     "sweep_file": 2,
+    "sweep_first": 2,
+    "sweep_speed": 2,
     "translate": 2,
     "translate.theirs": 4,
     "translate.command": 4,
@@ -80,6 +87,7 @@ LAYERS = {
     "worker": 4,
     "export": 4,
     "data.command": 4,
+    "data.fetch": 4,
     "cli": 5,
     "__main__": 5,
 }
@@ -93,7 +101,7 @@ ONLY_IN = {
     "datasets": {"data"},
     "accelerate": {"model", "translate"},
     "deepspeed": {"shard", "translate"},
-    "subprocess": {"place", "supervise", "track"},  # track: W&B runs in a process of its own, which may hang or die
+    "subprocess": {"place", "slurm", "supervise", "track"},  # track: W&B runs in a process of its own, which may hang or die
     "multiprocessing": set(),
 }
 

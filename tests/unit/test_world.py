@@ -54,6 +54,34 @@ def test_torchrun_inside_srun_is_torchruns() -> None:
     assert (world.rank, world.source) == (0, "torchrun")
 
 
+STEP = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2"}
+
+
+def test_one_torchrun_a_node_under_srun_agrees_with_it() -> None:
+    world = from_env({**SRUN, **STEP, **TORCHRUN, "SLURM_PROCID": "1", "SLURM_LOCALID": "0"})
+    assert world is not None
+    assert (world.rank, world.ranks, world.source) == (3, 4, "torchrun")
+
+
+def test_a_torchrun_for_itself_in_each_task_is_refused_with_both_counts() -> None:
+    alone = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+    with pytest.raises(MachineError, match="GROUP_WORLD_SIZE = 1, and Slurm says SLURM_STEP_NUM_TASKS = 2"):
+        from_env({**SRUN, **STEP, **TORCHRUN, **alone})
+
+
+def test_a_rank_left_over_in_the_environment_of_srun_is_refused_with_both_values() -> None:
+    left = {"RANK": "0", "WORLD_SIZE": "1"}
+    named = "RANK = 0 and WORLD_SIZE = 1, but SLURM_PROCID = 3 and SLURM_STEP_NUM_TASKS = 4"
+    with pytest.raises(MachineError, match=named):
+        from_env({**SRUN, "SLURM_STEP_NUM_TASKS": "4", **left})
+
+
+def test_ranks_that_a_script_takes_from_srun_agree_with_it() -> None:
+    world = from_env({**SRUN, "SLURM_STEP_NUM_TASKS": "4", "RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"})
+    assert world is not None
+    assert (world.rank, world.node) == (3, 1)
+
+
 @pytest.mark.parametrize("env", [{}, {"RANK": "0"}, {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "8"}])
 def test_no_launcher_is_no_world(env: dict[str, str]) -> None:
     """The last one is a batch script: it may have a SLURM_PROCID, but is not a task of a step."""

@@ -12,7 +12,7 @@ import pytest
 from mpdist import arch, plan
 from mpdist.config import ConfigError, Resolved, load
 from mpdist.errors import DoesNotFit
-from mpdist.plan_memory import MARGIN, Asked, held, loss_chunk_rows, rows
+from mpdist.plan_memory import MARGIN, Asked, held, ledger_of, loss_chunk_rows, rows
 from mpdist.plan_states import states_of
 
 GIB = 2**30
@@ -178,22 +178,46 @@ def test_frozen_parameters_hold_no_master_gradient_or_moment() -> None:
     assert row(replicated, "working").rest_bytes == 2 * shape().total
 
 
+def at(a: Asked, moment: str) -> dict[str, int]:
+    return dict(ledger_of(a, shape()).moments)[moment]
+
+
+BACKWARD = "the second block of backward"
+
+
 def test_stage_three_unshards_two_blocks_and_stage_two_the_whole_model() -> None:
-    root = shape().total - sum(shape().blocks)
-    assert row(asked(), "working").peak_bytes == 2 * (root + 2 * shape().blocks[0])
+    root, block = shape().total - sum(shape().blocks), shape().blocks[0]
+    assert at(asked(), BACKWARD)["working"] == 2 * (root + 2 * block)
+    # What was gathered last stays as it arrived until the base model has returned.
+    assert at(asked(), "the loss")["working"] == 2 * (root + block)
+    # The root, as it arrived and as it is used, while the first block arrives and is cut out.
+    assert row(asked(), "working").peak_bytes == 2 * (2 * root + 2 * block)
     assert row(asked(), "working").rest_bytes == 0
-    assert row(asked(stage=2), "working").peak_bytes == 2 * shape().total
+    assert row(asked(stage=2), "working").peak_bytes == 2 * (shape().total + 2 * block)
+    assert at(asked(stage=2), "the start of backward")["working"] == 2 * shape().total
 
 
-def test_modules_kept_in_fp32_have_four_byte_copies() -> None:
-    kept = row(asked(keep_fp32=("lm_head",)), "working").peak_bytes
-    assert kept - row(asked(), "working").peak_bytes == 2 * shape().head
+def test_one_rank_alone_gathers_nothing() -> None:
+    alone = asked(ranks=1, global_=1)
+    assert row(alone, "working").peak_bytes == 2 * (shape().total - sum(shape().blocks[1:]))
+
+
+def test_a_head_kept_in_fp32_is_gathered_and_reduced_by_itself() -> None:
+    kept = asked(keep_fp32=("lm_head",))
+    root, head = shape().total - sum(shape().blocks), shape().head
+    assert at(kept, "the loss")["working"] == 2 * (root - head) + 2 * 4 * head
+    assert at(kept, BACKWARD)["working"] == 2 * (root - head + 2 * shape().blocks[0])
+    replicated = asked(engine="ddp", stage=0)
+    less = (
+        row(replicated, "working").rest_bytes - row(replace(replicated, keep_fp32=("lm_head",)), "working").rest_bytes
+    )
+    assert less == 2 * head  # its master computes
 
 
 def test_reducing_at_the_last_micro_batch_keeps_whole_gradients() -> None:
     every, last = asked(global_=16), asked(global_=16, when="last")
-    extra = row(last, "gradients").peak_bytes - row(every, "gradients").peak_bytes
-    assert extra == pytest.approx(4 * shape().total, rel=0.15)  # less what is sharded by then
+    assert at(every, "the loss")["gradients"] == 4 * shape().total // 8
+    assert at(last, "the loss")["gradients"] == 4 * shape().total
     assert row(asked(when="last"), "gradients").peak_bytes == row(asked(), "gradients").peak_bytes
 
 

@@ -139,6 +139,56 @@ def _launch(argv: Sequence[str]) -> int:
     )
 
 
+def _sweep(argv: Sequence[str]) -> int:
+    parser = _Parser(
+        "sweep",
+        "Run the arms of a comparison: the same weights and data for each seed, in one allocation, alternated (A B B A),\n"
+        "into OUT_DIR/NAME. The same command again goes on where it stopped, and repeats nothing that is finished.",
+        "examples:\n"
+        "  mpdist sweep run.yaml --vary precision.compute=fp32,bf16,fp16 --vary reduce.wire=fp32,bf16 --seeds 3\n"
+        "  mpdist sweep run.yaml --arm fp32:precision.compute=fp32 --arm pure:precision.compute=bf16,precision.master=compute\n"
+        "  mpdist sweep run.yaml --config other.yaml --control --equal-time 300s --dry-run\n\n"
+        "CONFIG itself is the arm `base` where the options make fewer than two; `--arm base:` asks for it.\n"
+        f"{_OVERRIDES}\n{_STATUSES}",
+    )
+    _with_config(parser)
+    many: dict[str, Any] = {"action": "append", "default": []}
+    parser.add_argument(
+        "--vary", metavar="KEY=A,B,C", **many, help="an arm for each value; several: for each combination"
+    )
+    parser.add_argument("--arm", metavar="NAME:KEY=V,KEY=V", **many, help="an arm that sets several keys")
+    parser.add_argument("--config", dest="files", metavar="FILE", **many, help="a whole configuration as an arm")
+    parser.add_argument("--seeds", type=_positive, default=1, metavar="N", help="runs of each arm: seed, seed + 1, ...")
+    parser.add_argument("--control", action="store_true", help="run the first arm twice: what differs then is noise")
+    parser.add_argument(
+        "--equal-time", metavar="TIME", help="train each arm for so long, such as 300s, by its own speed"
+    )
+    parser.add_argument("--ranks", type=_positive, metavar="N", help="ranks on this node (default: launch.ranks)")
+    parser.add_argument("--dry-run", action="store_true", help="print the runs in order; start nothing")
+    arguments = _parse(parser, argv)
+    seconds = None
+    if arguments.equal_time is not None:
+        from mpdist.units import parse_duration
+
+        seconds = parse_duration(arguments.equal_time)
+        if not seconds:
+            parser.error("--equal-time 0: it takes a time to train for")
+    from mpdist import sweep
+
+    asked = sweep.Asked(
+        arguments.config,
+        tuple(arguments.overrides),
+        tuple(arguments.vary),
+        tuple(arguments.arm),
+        tuple(arguments.files),
+        arguments.seeds,
+        arguments.control,
+        seconds,
+        arguments.ranks,
+    )
+    return sweep.run(asked, arguments.dry_run)
+
+
 # Options of `plan` that a run has answered.
 _OF_A_CONFIG = ("ranks", "nodes", "memory", "gpu", "peak", "network", "suggest", "simulate", "overrides")
 
@@ -369,6 +419,7 @@ def _numerics(argv: Sequence[str]) -> int:
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "launch": (_launch, "train: check, plan, freeze the run directory, run torchrun, return the run's status"),
+    "sweep": (_sweep, "run the arms of a comparison: same weights and data for each seed, alternated, resumable"),
     "plan": (_plan, "what follows from a config: bytes a rank, traffic, whether it fits, what would; of a run: planned and measured"),
     "config": (
         _config,
@@ -381,7 +432,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
 }
 
 # These do more than print: a broken pipe may be one of theirs, and is never a success.
-_WORKING = ("launch", "prepare", "export")
+_WORKING = ("launch", "sweep", "prepare", "export")
 
 
 def _help() -> str:

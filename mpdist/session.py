@@ -123,7 +123,8 @@ class Session:
             self.parts.optimizer.allocate()
         faults = cfg.drill.model_dump(exclude_none=True)
         self.drill = Drill(faults, self.rank, self.count.fired, self.drilled)
-        self.tracker = Tracker(cfg.track.wandb.mode, cfg.track.wandb.project, cfg.name, self.run.path,
+        wandb = cfg.track.wandb
+        self.tracker = Tracker(wandb.mode, wandb.project, cfg.name, self.run.path, group=wandb.group,
                                config=self.resolved.values(), rank=self.rank, warn=self.warn)  # fmt: skip
         self.progress = self.progress_shown() if self.first else None
         self.rate = Rate(self.clock)

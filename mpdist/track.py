@@ -38,7 +38,7 @@ class Tracker:
 
     mode: online, offline or disabled; WANDB_MODE in the environment counts where it is stricter.
     run_id: default: the one this run directory had before, or a new one. It is kept in RUN_DIR/wandb/id.
-    config: shown beside the run; what looks like a secret is masked.
+    config: shown beside the run; what looks like a secret is masked. group: of runs that belong together.
     warn: told of trouble, in this thread, at the next `log` or `finish`; once a kind of trouble.
     """
 
@@ -51,6 +51,7 @@ class Tracker:
         run_id: str | None = None,
         config: Mapping[str, Any] | None = None,
         *,
+        group: str | None = None,
         rank: int = 0,
         warn: Callable[[str], None] = _to_stderr,
         start_s: float = START_S,
@@ -71,7 +72,7 @@ class Tracker:
         self.id = run_id or _kept_id(folder)
         asked = {
             "mode": self.mode, "project": project, "name": name, "id": self.id, "dir": str(folder.parent),
-            "config": masked(dict(config or {})), "start_s": start_s, "finish_s": max(1.0, finish_s / 2),
+            "group": group, "config": masked(dict(config or {})), "start_s": start_s, "finish_s": max(1.0, finish_s / 2),
         }  # fmt: skip
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -127,8 +127,8 @@ def _start(asked: dict[str, Any], reply: Any) -> Any:
 
 def _init(wandb: Any, asked: dict[str, Any], mode: str) -> Any:
     run = wandb.init(
-        mode=mode, dir=asked["dir"], project=asked["project"], name=asked["name"], id=asked["id"], resume="allow",
-        config=asked["config"], settings=_settings(asked),
+        mode=mode, dir=asked["dir"], project=asked["project"], name=asked["name"], group=asked["group"], id=asked["id"],
+        resume="allow", config=asked["config"], settings=_settings(asked),
     )  # fmt: skip
     # wandb's own step counts calls, and shifts when an offline session is synced: every axis is a metric of ours.
     for axis in ("step", *AXES.values()):

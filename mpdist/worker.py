@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from mpdist import blame, interface, slurm, watch
+from mpdist import blame, hub, interface, slurm, watch
 from mpdist.errors import Diverged, MachineError, MpdistError
 from mpdist.lines import no_room
 from mpdist.record import RunDir
@@ -82,6 +82,7 @@ def main(resolved: Resolved, world: World) -> NoReturn:
         if seat.given_session is not None:
             seat.take(seat.given_session)
         seat.stop.listen(seat.record)
+        hub.settle(resolved.config, weights=world.is_first)
         with _meeting(resolved, seat):
             from mpdist import train
 

@@ -298,7 +298,8 @@ def _evaluation(v: _View) -> Iterator[MpdistError]:
 
 def _tracking(v: _View) -> Iterator[MpdistError]:
     if v.config.track.wandb.mode == "disabled":
-        yield from v.no_effect("track.wandb.project", "track.wandb.mode is disabled")
+        for name in ("project", "group"):
+            yield from v.no_effect(f"track.wandb.{name}", "track.wandb.mode is disabled")
 
 
 _DRILLS_WITH_RANK = tuple(name for name in schema.Drill.model_fields if name != "corrupt_at")

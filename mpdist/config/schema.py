@@ -277,6 +277,7 @@ class Checkpoint(Section):
 class Wandb(Section):
     mode: Literal["online", "offline", "disabled"] = Field("offline", description="Where Weights & Biases data go.")
     project: Text = Field("mpdist", description="The project's name there.")
+    group: Text | None = Field(None, description="Runs of one group stand together there; a sweep groups its runs.")
 
 
 class Track(Section):

@@ -392,7 +392,13 @@ def _read_json(file: Path, folder: Path) -> Mapping[str, Any]:
 
 
 def hub_cache_file(hub_id: str, revision: str | None) -> Path | None:
-    """config.json of a hub id in the Hugging Face cache folder, found by that folder's documented layout."""
+    """config.json of a hub id in the Hugging Face cache folder."""
+    folder = hub_snapshot(hub_id, revision)
+    return folder / "config.json" if folder is not None and (folder / "config.json").is_file() else None
+
+
+def hub_snapshot(hub_id: str, revision: str | None) -> Path | None:
+    """The folder of a hub id in the Hugging Face cache, whole or not, found by that cache's documented layout."""
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     hub = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
     repo = Path(hub).expanduser() / ("models--" + hub_id.replace("/", "--"))
@@ -400,5 +406,5 @@ def hub_cache_file(hub_id: str, revision: str | None) -> Path | None:
     reference = repo / "refs" / commit
     if reference.is_file():
         commit = reference.read_text("utf-8").strip()
-    file = repo / "snapshots" / commit / "config.json"
-    return file if file.is_file() else None
+    folder = repo / "snapshots" / commit
+    return folder if folder.is_dir() else None

@@ -372,6 +372,23 @@ def _prepare(argv: Sequence[str]) -> int:
     return command.run(resolved)
 
 
+def _fetch(argv: Sequence[str]) -> int:
+    parser = _Parser(
+        "fetch",
+        "Bring here what a configuration takes from the hub (model, tokenizer, data sets), where there is a network: a\n"
+        "login node. Ranks that see the same Hugging Face folder (HF_HOME) then never ask the hub. What is here already\n"
+        "is said and left; without a network, what is missing is named within seconds (exit status 4).",
+        f"example:\n  HF_HOME=/shared/hf mpdist fetch run.yaml\n\n{_OVERRIDES}",
+    )
+    _with_config(parser)
+    parser.add_argument("--refresh", action="store_true", help="ask the hub for newer versions of what is here")
+    arguments = _parse(parser, argv)
+    resolved = _load(arguments)
+    from mpdist.data import fetch
+
+    return fetch.run(resolved, arguments.refresh)
+
+
 def _export(argv: Sequence[str]) -> int:
     parser = _Parser(
         "export",
@@ -426,13 +443,14 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
         "check a config; print every value with its origin, the JSON schema, or one made from another trainer's",
     ),
     "configs": (_configs, "the configs and recipes that come with mpdist: list, show, copy"),
+    "fetch": (_fetch, "bring what the hub holds here, for ranks that have no network"),
     "prepare": (_prepare, "tokenise, pack and index the data before any GPU is held"),
     "numerics": (_numerics, "the float formats checked bit by bit, and a lab that trains in emulated ones"),
     "export": (_export, "a folder that from_pretrained loads, from a run or a checkpoint"),
 }
 
 # These do more than print: a broken pipe may be one of theirs, and is never a success.
-_WORKING = ("launch", "sweep", "prepare", "export")
+_WORKING = ("launch", "sweep", "fetch", "prepare", "export")
 
 
 def _help() -> str:

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpdist import blame, hang, slurm, space, stacks, watch
+from mpdist import blame, hang, hub, slurm, space, stacks, watch
 from mpdist.errors import DoesNotFit, MachineError, UsageError
 from mpdist.inputs import check_inputs
 from mpdist.place import Place, check_machine, device_memory, find_place, host_memory, origin_of, with_free_port
@@ -96,6 +96,7 @@ def _require(resolved: Resolved, place: Place, plan: Plan) -> None:
     check_machine(resolved, place)
     _check_host(plan, resolved, place)
     check_inputs(resolved)
+    hub.check(resolved.config, weights=not place.node_rank)
 
 
 def _is_finished(resolved: Resolved, place: Place) -> bool:

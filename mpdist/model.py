@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mpdist import hub
+from mpdist.arch import hub_snapshot
 from mpdist.dist import together
 from mpdist.errors import CheckpointError, MpdistError, UsageError
 from mpdist.loss import head_loss, logits_loss
@@ -64,15 +66,28 @@ def read_config(source: Source) -> Any:
                          "give a Hugging Face model folder; load GGUF in transformers once and save it")  # fmt: skip
     try:
         config = AutoConfig.from_pretrained(
-            source.path, revision=source.revision, trust_remote_code=source.trust_remote_code
+            _place(source, weights=False), revision=source.revision, trust_remote_code=source.trust_remote_code
         )
     except (OSError, ValueError, TypeError, KeyError, ImportError, StrictDataclassError) as error:
         raise UsageError(f"model.path = {source.path} cannot be read: {_first(error)}", "",
-                         "check the path or hub id; without a network fetch it first with mpdist prepare") from error  # fmt: skip
+                         "check the path or hub id; without a network fetch it first with mpdist fetch") from error  # fmt: skip
     if getattr(config, "quantization_config", None):
         raise UsageError(f"model.path = {source.path} holds quantised weights", "they have no gradients and no FP32 masters",
                          "start from the model that was quantised, in bf16, fp16 or fp32")  # fmt: skip
     return config
+
+
+def _place(source: Source, weights: bool) -> str:
+    """A folder or, for what is not here, the hub id. Raises MachineError where the hub cannot be asked for it."""
+    assert source.path is not None
+    if not hub.is_hub_id(source.path):
+        return source.path
+    need = hub.Need("model.path", "model", source.path, source.revision)
+    lacking = need.lacking(weights)
+    if lacking is None:
+        return str(need.folder)
+    hub.require([(need, lacking)])
+    return source.path
 
 
 def _first(error: BaseException) -> str:
@@ -319,15 +334,10 @@ def _listed(source: Source) -> dict[str, Path] | None:
 def _safetensors(source: Source) -> dict[str, Path] | None:
     """Tensor name -> file, or None where there is no local folder of safetensors."""
     assert source.path is not None
-    folder = Path(source.path)
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-        try:
-            folder = Path(snapshot_download(source.path, revision=source.revision, local_files_only=True))
-        except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError):
-            return None
+    here = Path(source.path) if not hub.is_hub_id(source.path) else hub_snapshot(source.path, source.revision)
+    if here is None or not here.is_dir():
+        return None
+    folder = here
     index = folder / "model.safetensors.index.json"
     if index.exists():
         names = json.loads(index.read_text())["weight_map"]
@@ -384,7 +394,7 @@ def _build_whole(source: Source, config: Any) -> tuple[nn.Module, list[str]]:
             return AutoModelForCausalLM.from_config(config, dtype=torch.float32), []
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            source.path, dtype="auto", revision=source.revision, trust_remote_code=source.trust_remote_code,
+            _place(source, weights=True), dtype="auto", revision=source.revision, trust_remote_code=source.trust_remote_code,
             output_loading_info=True, ignore_mismatched_sizes=True,
         )  # fmt: skip
     except (OSError, ValueError, RuntimeError, ImportError) as error:

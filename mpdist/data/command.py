@@ -10,25 +10,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mpdist import hub
+from mpdist.data.fetch import fetch
 from mpdist.data.prepare import prepare
 from mpdist.data.records import Source
 from mpdist.data.tokens import tokenizer_folder
 from mpdist.errors import UsageError
-from mpdist.inputs import here_or_shipped, looks_local
+from mpdist.inputs import here_or_shipped
 
 if TYPE_CHECKING:
     from mpdist.config import Config, Resolved
 
-# What a model needs here; other frameworks' copies of the weights stay on the hub.
-_WEIGHTS = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.py")
-
 
 def run(resolved: Resolved) -> int:
-    """Fetch the model and prepare all data of one configuration. Returns the exit status 0, or raises MpdistError."""
+    """Fetch what the hub holds and prepare all data of one configuration. Returns the exit status 0, or raises MpdistError."""
     config = resolved.config
-    folder = fetch_model(config, print)
-    if folder is not None:
-        print(f"model {config.model.path}: {folder}")
+    fetch(config, print)
+    hub.settle(config, weights=True)  # what is here already is read without asking the hub again
     train, held_out = from_config(config, print)
     print(f"data.train is ready: {train}")
     if held_out is not None:
@@ -92,36 +90,3 @@ def embedding_rows(config: Config) -> int | None:
     text = shape.get("text_config")
     rows = shape.get("vocab_size", text.get("vocab_size") if isinstance(text, dict) else None)
     return rows if isinstance(rows, int) else None
-
-
-def fetch_model(config: Config, say: Callable[[str], None]) -> Path | None:
-    """The local copy of a model named by hub id, fetched if it is not there yet; None for a folder or model.config.
-
-    Raises UsageError where it cannot be had.
-    """
-    path = config.model.path
-    if path is None or _is_local(path):
-        return None
-    from huggingface_hub import snapshot_download
-
-    try:
-        say(f"model {path}: looking for it in the local copy of the hub, and on the hub")
-        folder = Path(snapshot_download(path, revision=config.model.revision, allow_patterns=list(_WEIGHTS)))
-        if not any(folder.glob("*.safetensors")):
-            snapshot_download(path, revision=config.model.revision, allow_patterns=["*.bin"])
-    except Exception as error:  # the hub client raises its own, requests' and the operating system's errors
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UsageError(
-            f"model.path = {path} cannot be fetched",
-            f"{type(error).__name__}: {first}",
-            "name a folder, or run `mpdist prepare` where the hub can be reached",
-        ) from None
-    return folder
-
-
-def _is_local(path: str) -> bool:
-    """Whether a path is a folder or a file here. A GGUF file or a path to nowhere is refused with its reason."""
-    if Path(path).expanduser().exists() or looks_local(path):
-        tokenizer_folder(path, key="model.path")
-        return True
-    return False

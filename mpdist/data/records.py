@@ -24,6 +24,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mpdist import hub
 from mpdist.errors import UsageError
 from mpdist.inputs import FILE_SUFFIXES, looks_local
 
@@ -303,10 +304,13 @@ def _rows(batch: dict[str, list[Any]]) -> Iterator[dict[str, Any]]:
 
 
 def load_dataset(located: Located) -> Any:
-    """The ``datasets.Dataset`` behind a folder or a hub id. Raises UsageError where it or its split cannot be had."""
+    """The ``datasets.Dataset`` behind a folder or a hub id. Raises UsageError where it or its split cannot be had, and
+    MachineError where the hub cannot be asked for it."""
     import datasets
 
     source, folder = located.source, located.folder
+    if folder is None and hub.dataset_folder(source.path) is None:
+        hub.require([(hub.Need(source.key, "dataset", source.path), "its rows")])
     saved = folder is not None and any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
     try:
         if saved:
@@ -318,7 +322,7 @@ def load_dataset(located: Located) -> Any:
         raise UsageError(
             f"{source.key} = {source.path} cannot be loaded as a data set",
             f"{type(error).__name__}: {first}",
-            "check the name and the split; a hub data set must have been fetched before, or the network must be there",
+            "check the name and the split; where there is no network, `mpdist fetch` must have fetched it before",
         ) from None
     if isinstance(data, datasets.DatasetDict):
         if source.split is None and len(data) == 1:

@@ -20,6 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mpdist import hub
 from mpdist.data.records import Bad
 from mpdist.errors import UsageError
 from mpdist.inputs import looks_local
@@ -42,9 +43,6 @@ TOKENIZER_FILES = (
     "tokenizer*", "*.model", "*.tiktoken", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json",
     "chat_template*", "config.json", "*.py",
 )  # fmt: skip
-
-
-_VOCABULARIES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab*")
 
 
 class Document(NamedTuple):
@@ -77,7 +75,7 @@ def byte_tokenizer() -> Any:
 def tokenizer_folder(name: str, revision: str | None = None, key: str = "data.tokenizer") -> Path | None:
     """The folder that holds a tokenizer's files, fetched from the hub if ``name`` is an id; None for ``bytes``.
 
-    key: what gave the name, for messages.
+    key: what gave the name, for messages. Raises UsageError, and MachineError where the hub cannot be asked.
     """
     if name == "bytes":
         return None
@@ -95,22 +93,18 @@ def tokenizer_folder(name: str, revision: str | None = None, key: str = "data.to
     if path.exists() or looks_local(name):
         why = "it is neither bytes, nor a folder that exists, nor a hub id"
         raise UsageError(f"{key} = {name}", why, "correct the path; it is relative to the folder of the start")
+    # What was fetched before is taken as it is: all ranks get the same, and none asks the hub.
+    need = hub.Need(key, "tokenizer", name, revision)
+    lacking = need.lacking()
+    if lacking is None:
+        return need.folder
+    hub.require([(need, lacking)])
     from huggingface_hub import snapshot_download
 
-    try:  # what was fetched before is taken as it is: all ranks get the same, and none asks the hub
-        folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
-        if any(file for pattern in _VOCABULARIES for file in folder.glob(pattern)):
-            return folder
-    except (OSError, ValueError):
-        pass  # not here yet
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(TOKENIZER_FILES)))
-    except Exception as error:  # the hub client raises its own, requests' and the operating system's errors
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UsageError(
-            f"{key} = {name} cannot be fetched", f"{type(error).__name__}: {first}",
-            "name a folder, or run `mpdist prepare` where the hub can be reached",
-        ) from None  # fmt: skip
+    except Exception as error:
+        raise hub.refused(need, error) from None
 
 
 def tokenizer_digest(folder: Path | None) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from mpdist import hub
 from mpdist.data import Source, guard, open_rows, prepare
 from mpdist.errors import MachineError, UsageError
 
@@ -311,5 +312,6 @@ def test_a_hub_model_that_cannot_be_had_is_the_users_to_mend(tmp_path: Path, mon
         raise OSError("no network")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    monkeypatch.setattr(hub, "unreachable", lambda address: None)
     with pytest.raises(UsageError, match="cannot be fetched"):
         quiet(documents(tmp_path / "a.jsonl"), **settings(tmp_path, tokenizer="some-org/some-model"))

@@ -89,7 +89,7 @@ def config(tmp_path: Path) -> Path:
     [
         ["--help"],
         ["--version"],
-        *([name, "--help"] for name in ("launch", "plan", "config", "configs", "prepare", "export")),
+        *([name, "--help"] for name in ("launch", "sweep", "plan", "config", "configs", "prepare", "export")),
     ],
     ids=" ".join,
 )
@@ -158,8 +158,10 @@ def test_a_plan_works_where_nothing_heavy_can_be_imported(
     assert done.stdout
 
 
-def test_a_dry_launch_imports_no_torch(tmp_path: Path, config: Path) -> None:
-    status, names = probe(tmp_path, "launch", str(config), "--ranks", "2", "--dry-run")
+@pytest.mark.parametrize("command", [["launch"], ["sweep", "--vary", "precision.compute=fp32,bf16", "--seeds", "3"]])
+def test_a_dry_launch_imports_no_torch(tmp_path: Path, config: Path, command: list[str]) -> None:
+    (tmp_path / "a.txt").write_text("a text")
+    status, names = probe(tmp_path, command[0], str(config), *command[1:], "--ranks", "2", "--dry-run")
     assert status == 0
     assert not outside(names) & HEAVY
     assert not (tmp_path / "runs").exists()

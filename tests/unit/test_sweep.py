@@ -1,0 +1,598 @@
+"""The sweep without ranks: arms, names, refusals, order, what is repeated and what is not, the first-step check."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpdist import cli, lock, sweep, sweep_arms, sweep_file, sweep_first, sweep_speed
+from mpdist.config import Resolved, load
+from mpdist.errors import DoesNotFit, MachineError, UsageError
+from mpdist.record import RunDir
+from mpdist.sweep import Asked
+
+CONFIG = """
+name: s
+seed: 5
+model: {config: {model_type: llama, vocab_size: 259, hidden_size: 32, num_hidden_layers: 2, num_attention_heads: 4}}
+data: {train: [{path: x.txt}], eval: [{path: x.txt}], tokenizer: bytes, seq_len: 64}
+batch: {micro: 1, global: 4}
+precision: {compute: fp32}
+budget: {steps: 10}
+launch: {device: cpu}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(lock.TOKEN, "")
+    monkeypatch.delenv(lock.TOKEN)
+    Path("run.yaml").write_text(CONFIG)
+    Path("x.txt").write_text("a text")
+
+
+def names(*vary: str, arms: tuple[str, ...] = (), files: tuple[str, ...] = (), control: bool = False) -> list[str]:
+    return [arm.name for arm in sweep_arms.ask("run.yaml", vary, arms, files, control)]
+
+
+def refusal(asked: Asked) -> str:
+    with pytest.raises(UsageError) as caught:
+        sweep.run(asked, dry_run=True)
+    return str(caught.value)
+
+
+def arms_of(**asked: Any) -> dict[str, dict[str, Any]]:
+    made = sweep.Making(Asked("run.yaml", **asked))
+    return {arm.name: dict(arm.settings) for arm in made.arms().arms()}
+
+
+# -- arms -------------------------------------------------------------------------------------------------------------
+
+
+def test_names_are_short_and_say_what_differs() -> None:
+    assert names("precision.compute=fp32,bf16") == ["fp32", "bf16"]
+    assert names("precision.compute=fp32,bf16", "reduce.wire=fp32,bf16") == [
+        "fp32-wire-fp32",
+        "fp32-wire-bf16",
+        "bf16-wire-fp32",
+        "bf16-wire-bf16",
+    ]
+    assert names("optim.lr=1e-4,2e-4") == ["lr-1e-4", "lr-2e-4"]
+    assert names("optim.betas=[0.9, 0.95],[0.9, 0.99]") == ["betas-0.9-0.95", "betas-0.9-0.99"]
+    assert names("memory.checkpointing=none,every 2") == ["none", "every-2"]
+    assert names("optim.fused=true,false") == ["fused-true", "fused-false"]
+
+
+def test_any_text_makes_a_name_that_is_a_folders_on_every_system() -> None:
+    long = "x" * 300
+    found = names(f"model.freeze=[a*],[a?],[A*],[{long}],[../..]")
+    assert len({name.lower() for name in found}) == 5
+    assert all(sweep_arms._NAME.fullmatch(name) and len(name) < 70 for name in found)
+    assert found == names(f"model.freeze=[a*],[a?],[A*],[{long}],[../..]"), "a name is the same each time"
+
+
+def test_config_is_an_arm_where_there_would_be_one_alone() -> None:
+    assert names() == ["base"]
+    assert names("precision.compute=bf16") == ["base", "bf16"]
+    assert names(control=True) == ["base", "base-control"]
+    assert names("precision.compute=bf16", control=True) == ["bf16", "bf16-control"]
+    assert names(arms=("base:", "pure:precision.compute=bf16,precision.master=compute")) == ["base", "pure"]
+    assert names(files=("a/b.yaml", "c/d.yml")) == ["b", "d"]
+    assert names("precision.compute=fp32,bf16", control=True) == ["fp32", "bf16", "fp32-control"]
+
+
+def test_commas_inside_brackets_and_quotes_do_not_part() -> None:
+    assert sweep_arms.split("a, [1,2],{b: c, d: (e,f)},'x,y', \"z,\"") == [
+        "a",
+        "[1,2]",
+        "{b: c, d: (e,f)}",
+        "'x,y'",
+        '"z,"',
+    ]
+    (arm, _) = sweep_arms.ask("run.yaml", (), ("d:drill.overflow_at.attempts=[1,2,6],optim.lr=1", "b:"), (), False)
+    assert arm.settings == ("drill.overflow_at.attempts=[1,2,6]", "optim.lr=1")
+
+
+@pytest.mark.parametrize(
+    ("vary", "arms", "says"),
+    [
+        (("precision.compute",), (), "--vary precision.compute=fp32,bf16"),
+        (("precision.compute=fp32,,bf16",), (), "a key and its values"),
+        (("precision.compute=fp32,fp32",), (), "fp32 is there twice"),
+        (("optim.lr=1,2", "optim.lr=3,4"), (), "given twice"),
+        ((), ("pure",), "a name and the settings"),
+        ((), ("precision.compute=bf16",), "a name and the settings"),
+        ((), ("a/b:optim.lr=1",), "name it a-b"),
+        ((), (".hidden:optim.lr=1",), "name it hidden"),
+        ((), ("a:optim.lr=1", "A:optim.lr=2"), "two arms are called a"),
+    ],
+)
+def test_options_that_cannot_be_read(vary: tuple[str, ...], arms: tuple[str, ...], says: str) -> None:
+    assert says in refusal(Asked("run.yaml", vary=vary, arms=arms))
+
+
+def test_every_arm_has_its_value_of_each_key_of_the_treatment() -> None:
+    found = arms_of(
+        vary=("precision.compute=fp32,bf16",), arms=("pure:precision.compute=bf16,precision.master=compute",)
+    )
+    assert found == {
+        "fp32": {"precision.compute": "fp32", "precision.master": "fp32"},
+        "bf16": {"precision.compute": "bf16", "precision.master": "fp32"},
+        "pure": {"precision.compute": "bf16", "precision.master": "compute"},
+    }
+
+
+def test_a_default_that_hangs_on_another_key_belongs_to_the_treatment() -> None:
+    found = arms_of(vary=("shard.engine=fsdp2,ddp",))
+    assert found["fsdp2"] == {"shard.engine": "fsdp2", "shard.stage": 3}
+    assert found["ddp"] == {"shard.engine": "ddp", "shard.stage": 0}
+
+
+def test_a_section_stands_for_what_is_below_it() -> None:
+    found = arms_of(arms=("a:precision.compute=fp16", "b:precision.compute=fp16,precision.scale={init: 1024}"))
+    assert list(found["a"]) == ["precision.scale"]
+    assert found["b"]["precision.scale"]["init"] == 1024
+    drilled = arms_of(arms=("a:", "b:drill.overflow_at.attempts=[1]"))
+    assert drilled["a"] == dict.fromkeys(drilled["b"])
+    assert drilled["b"]["drill.overflow_at.attempts"] == [1]
+
+
+def test_a_whole_file_is_an_arm_and_differs_where_it_does() -> None:
+    Path("other.yaml").write_text("extends: run.yaml\nname: x\nseed: 9\nout_dir: y\noptim: {lr: 1.0}\n")
+    assert arms_of(files=("other.yaml",)) == {"base": {"optim.lr": 2e-5}, "other": {"optim.lr": 1.0}}
+
+
+# -- refused before anything runs ---------------------------------------------------------------------------------------
+
+
+def test_what_all_arms_have_in_common_is_refused_by_name_all_at_once() -> None:
+    Path("other.yaml").write_text("extends: run.yaml\ndata: {seq_len: 32}\neval: {rows: 7}\nbudget: {steps: 11}\n")
+    said = refusal(Asked("run.yaml", files=("other.yaml",)))
+    assert said.startswith("1 of 2 arms cannot run:")
+    assert "arm other: data.seq_len: 64 in base -> 32" in said
+    assert "arm other: eval.rows: 256 in base -> 7" in said
+    assert "arm other: budget.steps: 10 in base -> 11" in said
+    assert "--equal-time 300s" in said
+
+
+@pytest.mark.parametrize(
+    "key", ["seed=1,2", "batch.global=4,8", "eval.every=1,2", "model.path=a,b", "launch.ranks=1,2", "track.every=1,2"]
+)
+def test_a_key_that_makes_another_experiment_cannot_be_varied(key: str) -> None:
+    assert f"every arm: {key.partition('=')[0]} cannot be varied" in refusal(Asked("run.yaml", vary=(key,)))
+
+
+def test_impossible_combinations_are_named_with_their_arms_and_all_at_once() -> None:
+    vary = ("precision.compute=fp32,bf16", "reduce.sum=fp32,wire", "batch.micro=1,3")
+    said = refusal(Asked("run.yaml", vary=vary))
+    assert said.startswith("6 of 8 arms cannot run:")
+    assert (
+        "arms fp32-sum-fp32-micro-3, fp32-sum-wire-micro-3, bf16-sum-fp32-micro-3, bf16-sum-wire-micro-3: batch.global"
+        in said
+    )
+    assert "fp32-sum-wire-micro-1" in said.partition("reduce.sum")[0]
+    assert said.count("it would have no effect: the wire is FP32") == 1, "one cause is said once"
+    near = refusal(Asked("run.yaml", vary=("precision.compue=fp32,bf16",)))
+    assert "arm bf16: precision.compue = bf16 (command line)" in near
+    assert "did you mean `precision.compute`?" in near
+
+
+def test_what_a_world_cannot_hold_is_found_for_each_arm_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = refusal(Asked("run.yaml", vary=("batch.micro=1,2",), ranks=4))
+    assert said.startswith("1 of 2 arms cannot run:\n1. arm micro-2: ")
+    monkeypatch.setattr("mpdist.launch.host_memory", lambda: 1000)
+    with pytest.raises(DoesNotFit) as caught:
+        sweep.run(Asked("run.yaml", vary=("batch.micro=1,2",)), dry_run=True)
+    assert "every arm: " in str(caught.value)
+
+
+def test_two_arms_of_one_run_are_refused() -> None:
+    said = refusal(Asked("run.yaml", vary=("precision.compute=fp32",)))
+    assert "arm fp32: it is the same run as base" in said
+    assert "--control" in said
+
+
+@pytest.mark.parametrize(
+    ("override", "timed", "says"),
+    [
+        ("launch.nodes=2", None, "launch.nodes = 2 (command line)\n  why: a sweep runs on one node"),
+        ("checkpoint.resume=never", None, "goes on"),
+        ("checkpoint.resume=runs/old", 60.0, "from the beginning"),
+        ("optim.horizon=100", 60.0, "spans its own arm's steps"),
+    ],
+)
+def test_what_no_sweep_can_start_from(override: str, timed: float | None, says: str) -> None:
+    assert says in refusal(Asked("run.yaml", (override,), control=True, equal_time=timed))
+
+
+def test_a_dry_run_prints_the_runs_in_order_and_touches_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["run.yaml", "--vary", "precision.compute=fp32,bf16", "--seeds", "2", "--control", "--dry-run", "name=t"]
+    assert cli.main(["sweep", *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"sweep t: 6 runs, 3 arms x 2 seeds, in {Path.cwd() / 'runs' / 't'}"
+    assert lines[1] == "what differs: precision.compute"
+    order = ["fp32-seed5", "bf16-seed5", "fp32-control-seed5", "fp32-control-seed6", "bf16-seed6", "fp32-seed6"]
+    assert [line.split()[1] for line in lines[4:]] == order
+    assert lines[5].split() == ["2", "bf16-seed5", "new", "bf16"]
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--equal-time", "soon"], "'soon' is not a length of time"),
+        (["--equal-time", "0"], "a time to train for"),
+        (["--seeds", "0"], "whole number above 0"),
+        (["--vary", "optim.lr"], "--vary optim.lr"),
+    ],
+)
+def test_a_mistake_on_the_command_line_ends_with_status_2(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["sweep", "run.yaml", *words]) == 2
+    assert says in capsys.readouterr().err
+
+
+# -- order and file -----------------------------------------------------------------------------------------------------
+
+
+def test_a_linear_drift_cancels_over_a_pair_of_seeds() -> None:
+    order = list(sweep_file.alternated(("a", "b", "c"), (0, 1, 2, 3)))
+    assert [arm for arm, _ in order[:6]] == ["a", "b", "c", "c", "b", "a"]
+    places = {arm: statistics.mean(i for i, run in enumerate(order) if run[0] == arm) for arm in "abc"}
+    assert len(set(places.values())) == 1
+
+
+def test_the_file_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    arms = (
+        sweep_file.Arm("a", {"optim.lr": 1.0, "x": None}),
+        sweep_file.Arm("a-control", {"optim.lr": 1.0, "x": None}, True),
+    )
+    timed = sweep_file.EqualTime(60.0, (sweep_file.Speed("a", 0.5, (0.4, 0.6), 20, 120),))
+    order = tuple(sweep_file.alternated(("a", "a-control"), (5, 6)))
+    made = sweep_file.Sweep("s", ("optim.lr", "x"), arms, (5, 6), order, "run.yaml", "abc", 2, timed, {"seed": 5})
+    sweep_file.write(tmp_path, made)
+    assert sweep_file.read(tmp_path) == made
+    stored = json.loads((tmp_path / "sweep.json").read_text())
+    assert stored["runs"][1] == {"arm": "a-control", "seed": 5, "path": "a-control-seed5"}
+    assert stored["order"] == [["a", 5], ["a-control", 5], ["a-control", 6], ["a", 6]]
+    assert stored["arms"][1]["control"] is True
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [("{", "no JSON object"), ("{}", "no 'format'"), ('{"format": 99}', "its format is 99")]
+)
+def test_a_file_that_is_no_sweeps(tmp_path: Path, text: str, says: str) -> None:
+    assert sweep_file.read(tmp_path) is None
+    (tmp_path / "sweep.json").write_text(text)
+    with pytest.raises(UsageError, match=r"sweep\.json cannot be read") as caught:
+        sweep_file.read(tmp_path)
+    assert says in str(caught.value)
+
+
+# -- the first step -----------------------------------------------------------------------------------------------------
+
+FP32, BF16 = 2.0**-23, 2.0**-7
+
+
+def seen(loss: float, labels: int = 100, **data: str | None) -> sweep_first.Seen:
+    return sweep_first.Seen(loss, labels, data)
+
+
+def odd(mine: sweep_first.Seen, theirs: sweep_first.Seen, eps: float = FP32, blocks: int | None = 4) -> str | None:
+    error = sweep_first.compare("b-seed0", mine, eps, "a-seed0", theirs, FP32, blocks)
+    return None if error is None else str(error)
+
+
+def test_first_losses_may_differ_by_what_the_formats_round() -> None:
+    most = (BF16 + FP32) * 2 * 5.0
+    assert sweep_first.bound(BF16, FP32, 4, 5.0) == pytest.approx(most, rel=1e-12)
+    assert odd(seen(5.0 + 0.99 * most), seen(5.0), BF16) is None
+    said = odd(seen(5.0 + 1.01 * most), seen(5.0), BF16)
+    assert said is not None
+    assert said.startswith("b-seed0 begins with a loss of 5.0789")
+    assert "(0.00781 + 1.19e-07) x sqrt(4) x 5" in said
+    assert odd(seen(5.00001), seen(5.0)) is not None, "in FP32 the fifth decimal is another experiment"
+    assert odd(seen(5.000001), seen(5.0)) is None
+    assert sweep_first.bound(FP32, FP32, 1, 0.001) == 2 * FP32, "a loss near 0 is a difference of larger numbers"
+
+
+def test_the_first_window_and_the_data_are_the_same_in_all_arms() -> None:
+    said = odd(seen(5.0, 96), seen(5.0, 95))
+    assert said is not None
+    assert said.startswith("b-seed0 counts 96 label tokens in its first window, a-seed0 95")
+    assert "other data than a-seed0: data.eval" in str(
+        odd(seen(5.0, train="x", eval="y"), seen(5.0, train="x", eval="z"))
+    )
+    assert odd(seen(5.0, train="x", eval=None), seen(5.0, train="x", eval=None)) is None
+
+
+def test_what_fails_is_not_taken_for_another_experiment_and_masks_of_dropout_neither() -> None:
+    assert odd(seen(math.nan), seen(5.0)) is None
+    assert odd(seen(6.0), seen(5.0), blocks=None) is None
+    gpt2 = {"model_type": "gpt2", "vocab_size": 259, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 64}
+    blocks, dropout = sweep_first.layers(load("run.yaml", [f"model.config={json.dumps(gpt2)}"]).config)
+    assert (blocks, dropout) == (3, True)
+    assert sweep_first.layers(load("run.yaml").config) == (2, False)
+    assert sweep_first.eps(load("run.yaml", ["precision.tf32=true", "launch.device=cuda"]).config) == 2.0**-10
+    assert sweep_first.eps(load("run.yaml", ["precision.compute=bf16"]).config) == BF16
+
+
+# -- running, with runs that take no time -------------------------------------------------------------------------------
+
+
+class Fake:
+    """In place of `launch.run`: it writes what a run leaves. plan: run name -> state to end in, or an error to raise."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.started: list[str] = []
+        self.prepared: list[list[str]] = []
+        self.resolved: dict[str, Resolved] = {}
+        self.plan: dict[str, Any] = {}
+        self.loss: dict[str, float] = {}
+        self.step_s: dict[str, float] = {}
+        self.patient = ""  # the run that goes on until it is asked to stop
+        monkeypatch.setattr("mpdist.sweep.launch.run", self.run)
+        monkeypatch.setattr("mpdist.sweep.helper", self.prepare)
+
+    def prepare(self, command: list[str], heard: list[Any]) -> int:
+        self.prepared.append(command)
+        return int(self.plan.get("prepare", 0))
+
+    def run(
+        self, resolved: Resolved, *, ranks: int | None, heard: list[Any], look: Callable[[], None] | None = None
+    ) -> int:
+        name = resolved.config.name
+        self.started.append(name)
+        self.resolved[name] = resolved
+        end = self.plan.get(name, "done")
+        if isinstance(end, Exception):
+            raise end
+        run = RunDir(Path(resolved.config.out_dir) / name)
+        run.freeze(resolved.to_yaml(), {})
+        run.start_session({"data": {"train": "d", "eval": None}})
+        run.status(state="running", first={"loss": self.loss.get(name, 5.0), "label_tokens": 100})
+        deadline = time.monotonic() + 20
+        while self.patient == name and look is not None and not heard:
+            look()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        if end == "TERM":
+            os.kill(os.getpid(), signal.SIGTERM)
+            end = "preempted"
+        for step in range(1, 6):
+            row: dict[str, Any] = {
+                "kind": "train",
+                "step": step,
+                "attempt": step,
+                "train/label_tokens": step,
+                "time/train_s": 1.0,
+            }
+            if step > 2:
+                row["speed/step_s"] = self.step_s.get(name.rpartition("-")[0], 0.1) * (1 + 0.01 * step)
+            run.metrics(row)
+        run.metrics(
+            {"kind": "eval", "step": 5, "attempt": 5, "train/label_tokens": 5, "time/train_s": 1.0, "eval/loss": 4.25}
+        )
+        state, status = (
+            ("preempted", 75)
+            if heard
+            else ("failed", end)
+            if isinstance(end, int)
+            else (end, {"done": 0, "diverged": 5}[end])
+        )
+        run.status(state=state, step=5, exit=status, time={"train": 1.0})
+        run.close()
+        return status
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
+    return Fake(monkeypatch)
+
+
+TWO = Asked("run.yaml", vary=("precision.compute=fp32,bf16",), seeds=2)
+ORDER = ["fp32-seed5", "bf16-seed5", "bf16-seed6", "fp32-seed6"]
+HOME = Path("runs/s")
+
+
+def contents(path: Path) -> dict[str, tuple[bytes, int]]:
+    return {str(p): (p.read_bytes(), p.stat().st_mtime_ns) for p in sorted(path.rglob("*")) if p.is_file()}
+
+
+def test_all_runs_in_order_and_nothing_the_second_time(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sweep.run(TWO) == 0
+    assert fake.started == ORDER
+    out = capsys.readouterr().out
+    assert "[2/4] bf16-seed5: precision.compute=bf16" in out
+    assert out.splitlines()[-1] == f"to compare them: mpdist compare {HOME.absolute()}"
+    assert "fp32-seed6  done   5      1.0      4.2500" in out
+    before = contents(HOME)
+    assert sweep.run(TWO) == 0
+    assert fake.started == ORDER
+    assert contents(HOME) == before
+    assert len(fake.prepared) == 1, "data are prepared once"
+    assert fake.prepared[0][2:5] == ["mpdist.cli", "prepare", "run.yaml"]
+
+
+def test_runs_share_data_seed_and_group_and_differ_in_the_treatment_alone(fake: Fake) -> None:
+    assert sweep.run(TWO) == 0
+    cfgs = [fake.resolved[name].config for name in ORDER]
+    assert {cfg.data.cache for cfg in cfgs} == {"runs/.data"}
+    assert {cfg.track.wandb.group for cfg in cfgs} == {"s"}
+    assert {cfg.out_dir for cfg in cfgs} == {str(HOME.absolute())}
+    assert [(cfg.seed, cfg.precision.compute) for cfg in cfgs] == [(5, "fp32"), (5, "bf16"), (6, "bf16"), (6, "fp32")]
+
+
+def test_untracked_runs_have_no_group(fake: Fake) -> None:
+    assert sweep.run(Asked("run.yaml", ("track.wandb.mode=disabled",), control=True)) == 0
+    assert fake.resolved["base-seed5"].config.track.wandb.group is None
+
+
+def test_an_arm_that_diverges_is_recorded_and_not_repeated(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
+    fake.plan["bf16-seed5"] = "diverged"
+    assert sweep.run(TWO) == 0
+    assert fake.started == ORDER
+    out = capsys.readouterr().out
+    assert "[2/4] bf16-seed5: it diverged" in out
+    assert "bf16-seed5  diverged  5" in out
+    fake.plan.clear()
+    assert sweep.run(TWO) == 0
+    assert fake.started == ORDER
+
+
+@pytest.mark.parametrize("status", [1, 2, 3, 4, 6])
+def test_any_other_failure_stops_the_sweep_with_its_status(
+    fake: Fake, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.plan["bf16-seed6"] = status
+    assert sweep.run(TWO) == status
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said.startswith(f"the sweep stops at bf16-seed6, which ended with status {status}; 2 of 4 runs are left")
+    before = contents(HOME / "bf16-seed5")
+    fake.plan.clear()
+    assert sweep.run(TWO) == 0
+    assert fake.started == [*ORDER[:3], *ORDER[2:]]
+    assert contents(HOME / "bf16-seed5") == before
+
+
+def test_an_error_of_a_launch_says_at_which_run(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
+    fake.plan["bf16-seed5"] = MachineError("the port is taken")
+    with pytest.raises(MachineError, match="port"):
+        sweep.run(TWO)
+    assert "the sweep stops at bf16-seed5" in capsys.readouterr().out
+    assert not (HOME / lock.NAME).exists(), "the folder is free again"
+
+
+def test_a_stop_signal_stops_the_arm_and_the_sweep(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
+    fake.plan["bf16-seed5"] = "TERM"
+    assert sweep.run(TWO) == 75
+    assert fake.started == ORDER[:2]
+    assert "the same command goes on" in capsys.readouterr().out
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    fake.plan.clear()
+    assert sweep.run(TWO) == 0
+    assert fake.started == [*ORDER[:2], *ORDER[1:]]
+
+
+def test_data_that_cannot_be_prepared_stop_it_before_the_first_run(fake: Fake) -> None:
+    fake.plan["prepare"] = 2
+    assert sweep.run(TWO) == 2
+    assert fake.started == []
+
+
+def test_another_sweep_in_the_same_folder_is_refused_with_the_differences(fake: Fake) -> None:
+    assert sweep.run(TWO) == 0
+    before = contents(HOME)
+    other = Asked(
+        "run.yaml", ("optim.lr=1.0", "launch.timeout=5m"), ("precision.compute=fp32,fp16",), seeds=3, control=True
+    )
+    said = refusal(other)
+    assert f"{HOME.absolute()} holds another sweep; it differs in (there -> now):" in said
+    for line in (
+        "optim.lr: 2.0e-05 -> 1.0",
+        "arm bf16: there -> absent",
+        "arm fp16: absent -> there",
+        "--seeds: 2 -> 3",
+    ):
+        assert f"\n    {line}\n" in said
+    assert "arm fp32-control: absent -> there" in said
+    assert "launch.timeout" not in said, "that changes no number"
+    assert "budget.steps: 10 -> 20" in refusal(
+        Asked("run.yaml", ("budget.steps=20", "optim.horizon=10"), TWO.vary, seeds=2)
+    )
+    assert "order of the arms: fp32, bf16 -> bf16, fp32" in refusal(
+        Asked("run.yaml", vary=("precision.compute=bf16,fp32",), seeds=2)
+    )
+    assert "--ranks: null -> 2" in refusal(Asked("run.yaml", vary=TWO.vary, seeds=2, ranks=2))
+    assert contents(HOME) == before
+
+
+def test_a_folder_of_something_else_is_left_alone(fake: Fake) -> None:
+    HOME.mkdir(parents=True)
+    (HOME / "config.yaml").write_text("a run's")
+    assert "exists and is no sweep's: it holds config.yaml" in refusal(TWO)
+    assert fake.started == []
+
+
+def test_a_live_sweep_is_not_joined(fake: Fake) -> None:
+    held = lock.Lock.take(HOME)
+    os.environ.pop(lock.TOKEN)
+    with pytest.raises(UsageError, match="in use by a live run"):
+        sweep.run(TWO)
+    held.release()
+
+
+def test_an_arm_that_begins_elsewhere_stops_the_sweep_while_it_trains(
+    fake: Fake, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.loss["bf16-seed5"] = 5.2
+    fake.patient = "bf16-seed5"
+    assert cli.main(["sweep", "run.yaml", "--vary", TWO.vary[0], "--seeds", "2"]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("bf16-seed5 begins with a loss of 5.2, fp32-seed5 with 5, before any update")
+    assert "bf16-seed5 is another experiment" in said.out
+    assert fake.started == ["fp32-seed5", "bf16-seed5"]
+    assert sweep.state(HOME / "bf16-seed5") == "preempted", "it stopped as for a signal, with everything saved"
+
+
+def test_a_short_run_that_begins_elsewhere_is_found_at_its_end(fake: Fake) -> None:
+    fake.loss["fp32-seed6"] = 5.001
+    fake.loss["bf16-seed6"] = 5.2
+    with pytest.raises(UsageError, match=r"fp32-seed6 begins with a loss of 5\.001, bf16-seed6 with 5\.2"):
+        sweep.run(TWO)
+
+
+# -- equal time ---------------------------------------------------------------------------------------------------------
+
+
+def test_each_arm_gets_the_steps_that_its_speed_fits_into_the_time(
+    fake: Fake, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake.step_s = {"fp32": 0.2, "bf16": 0.1}
+    asked = Asked("run.yaml", ("optim.warmup=5",), TWO.vary, seeds=2, control=True, equal_time=60.0)
+    assert sweep.run(asked) == 0
+    probes = ["fp32-1", "bf16-1", "bf16-2", "fp32-2"]
+    assert fake.started[:4] == probes
+    assert len(fake.started) == 10
+    probe = fake.resolved["fp32-1"].config
+    assert (probe.budget.steps, probe.optim.schedule, probe.track.wandb.mode) == (
+        sweep_speed.WINDOWS,
+        "constant",
+        "disabled",
+    )
+    known = sweep_file.read(HOME)
+    assert known is not None
+    assert known.equal_time is not None
+    fp32, bf16 = known.equal_time.speeds
+    assert fp32.step_s == pytest.approx(0.2 * 1.04, rel=1e-12), "the median of windows of 1.03, 1.04 and 1.05, twice"
+    assert fp32.spread_s == pytest.approx((0.2 * 1.0325, 0.2 * 1.0475), rel=1e-12)
+    assert (fp32.windows, fp32.steps, bf16.steps) == (6, round(60 / 0.208), round(60 / 0.104))
+    for name, steps in (("fp32-seed5", fp32.steps), ("bf16-seed6", bf16.steps), ("fp32-control-seed6", fp32.steps)):
+        cfg = fake.resolved[name].config
+        assert (cfg.budget.steps, cfg.optim.horizon, cfg.optim.schedule) == (steps, "auto", "cosine")
+    assert "bf16: 104 ms a step (quartiles 103.3 to 104.8, 6 windows), so 577 steps in 60 s" in capsys.readouterr().out
+    assert known.treatment == ("precision.compute",)
+    assert sweep.run(asked) == 0
+    assert len(fake.started) == 10, "speeds are measured once"
+    assert "--equal-time: 60.0 -> 90.0" in refusal(
+        Asked("run.yaml", ("optim.warmup=5",), TWO.vary, seeds=2, control=True, equal_time=90.0)
+    )
+
+
+def test_a_warm_up_longer_than_an_arms_own_horizon_is_refused_with_its_name(fake: Fake) -> None:
+    fake.step_s = {"fp32": 10.0, "bf16": 0.1}
+    asked = Asked("run.yaml", ("optim.warmup=8",), TWO.vary, equal_time=60.0)
+    with pytest.raises(UsageError, match=r"1 of 2 arms cannot run:\n1. arm fp32: optim.warmup"):
+        sweep.run(asked)
+    assert fake.started == ["fp32-1", "bf16-1", "bf16-2", "fp32-2"]

@@ -38,6 +38,7 @@ from mpdist.shard.fsdp2 import set_dtypes
 from mpdist.world import World
 
 SHALLOW, DEEP = 4, 6  # blocks at which a deep model is played
+FURTHER = "forward from the second block on"
 
 
 def refuse(asked: Asked) -> None:
@@ -76,7 +77,7 @@ def simulate(cfg: Config, asked: Asked, every_layer: bool = False) -> Simulated:
         parameters=_ahead(low.parameters, high.parameters, ahead),
         trainable=_ahead(low.trainable, high.trainable, ahead),
         rest=_line(low.rest, high.rest, ahead),
-        parts={part: _line(low.parts[part], high.parts[part], ahead) for part in high.parts},
+        parts=_joined({part: _line(low.parts[part], high.parts[part], ahead) for part in high.parts}),
         samples=high.samples,
         overhead=OVERHEAD[asked.device],
         seconds=time.perf_counter() - began,
@@ -105,6 +106,13 @@ class _Run:
     rest: dict[str, int]
     parts: dict[str, dict[str, int]]
     samples: tuple[tuple[int, dict[str, int]], ...]
+
+
+def _joined(parts: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
+    """Forward as one part: where its highest point lies may differ between few blocks and many, so its beginning is carried
+    on by itself."""
+    more = parts.pop(FURTHER)
+    return parts | {"forward": max(parts["forward"], more, key=lambda held: sum(held.values()))}
 
 
 def _ahead(low: int, high: int, ahead: float) -> int:
@@ -152,6 +160,22 @@ def _fake_world(ranks: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _kernels_of(device: str) -> Iterator[None]:
+    """On a GPU attention drops probabilities out inside its kernel; a CPU's kernel cannot, and keeps all of them instead."""
+    function, own = nn.functional, nn.functional.scaled_dot_product_attention
+
+    def fused(*args: Any, dropout_p: float = 0.0, **more: Any) -> Tensor:
+        return own(*args, **more)
+
+    if device == "cuda":
+        function.scaled_dot_product_attention = fused
+    try:
+        yield
+    finally:
+        function.scaled_dot_product_attention = own
+
+
+@contextlib.contextmanager
 def _packed_as_asked(packed: bool) -> Iterator[None]:
     """Whether rows hold several documents is read from the positions, which fake tensors do not hold."""
     from transformers import masking_utils
@@ -196,7 +220,7 @@ def _played(cfg: Config, asked: Asked, config: Any) -> _Run:
     policy = assemble.policy_of(cfg)
     if asked.engine == "fsdp2":
         set_dtypes(built, policy)  # under fake tensors a parameter takes no data of another dtype
-    with mode, _packed_as_asked(packed):
+    with mode, _packed_as_asked(packed), _kernels_of(asked.device):
         _make_fake(built, mode)
         wire, engine = assemble.engine_of(cfg, built, blocks, policy, world, device, mesh)
         wire.by_backend = asked.by_backend
@@ -268,6 +292,8 @@ def _marks(gauge: Gauge, number: int, count: int) -> Any:
 
     def returned(_: nn.Module, __: Any, output: Any) -> None:
         hidden: Tensor = output[0] if isinstance(output, tuple) else output
+        if number == 0:
+            gauge.mark(FURTHER)
         if number == count - 1:
             gauge.mark("the loss")
         if hidden.requires_grad:

@@ -20,7 +20,8 @@ defaults. VALUE is read as YAML unless the key holds text; a list's element is d
 """
 _STATUSES = """\
 exit statuses: 0 done, 1 a bug, 2 usage or configuration, 3 does not fit, 4 the machine is wrong, 5 diverged,
-6 checkpoint, 75 stopped early with everything saved (launch again to go on),
+6 checkpoint, 7 a comparison's gate does not hold,
+75 stopped early with everything saved (launch again to go on),
 130 or 143 ended at once by a second Ctrl-C or TERM (launch again to go on from the last checkpoint)
 """
 
@@ -111,6 +112,20 @@ def _load(arguments: argparse.Namespace) -> Resolved:
         gc.enable()
 
 
+def _with_seed(parser: _Parser) -> None:
+    parser.add_argument("--seed", type=_natural, metavar="K", help="train the run NAME-seedK with seed=K")
+
+
+def _load_seeded(arguments: argparse.Namespace) -> Resolved:
+    """The configuration, or the run that a job array's task makes of it."""
+    resolved = _load(arguments)
+    if arguments.seed is not None:
+        name = f"{resolved.config.name}-seed{arguments.seed}"
+        arguments.overrides = [*arguments.overrides, f"seed={arguments.seed}", f"name={name}"]
+        resolved = _load(arguments)
+    return resolved
+
+
 def _launch(argv: Sequence[str]) -> int:
     parser = _Parser(
         "launch",
@@ -122,11 +137,12 @@ def _launch(argv: Sequence[str]) -> int:
     _with_config(parser)
     _with_world(parser)
     parser.add_argument("--node-rank", type=_natural, metavar="N", help="this node's number (default: Slurm's, else 0)")
+    _with_seed(parser)
     _with_memory(parser)
     parser.add_argument("--dry-run", action="store_true", help="print config, plan and command line; start nothing")
     arguments = _parse(parser, argv)
     memory = _memory(arguments)
-    resolved = _load(arguments)
+    resolved = _load_seeded(arguments)
     from mpdist import launch
 
     return launch.run(
@@ -137,6 +153,73 @@ def _launch(argv: Sequence[str]) -> int:
         dry_run=arguments.dry_run,
         memory_bytes=memory,
     )
+
+
+# Options of `submit` beside --nodes and --ranks, and the keys under `slurm` that they set.
+_SLURM_OPTIONS = {
+    "time": ("time", "TIME", "time limit of one start, such as 2h"),
+    "partition": ("partition", "NAME", "the partition"),
+    "account": ("account", "NAME", "who pays"),
+    "qos": ("qos", "NAME", "the quality of service"),
+    "gpus": ("gpus_per_node", "N", "GPUs of each node"),
+    "cpus": ("cpus_per_node", "N", "CPUs of each node"),
+    "mem": ("mem", "BYTES", "memory of each node, such as 200GiB"),
+    "constraint": ("constraint", "FEATURES", "what the nodes must have"),
+    "array": ("array", "SEEDS", "a job array, such as 0-3: task K trains NAME-seedK with seed K"),
+    "dependency": ("dependency", "WHEN", "such as afterok:123"),
+    "requeues": ("requeues", "N", "how often the job may be queued again"),
+}
+
+
+def _submit(argv: Sequence[str]) -> int:
+    parser = _Parser(
+        "submit",
+        "Hand a run to Slurm. Checks it first, and that the cluster has what it asks for; keeps script, arguments and\n"
+        "names of variables in OUT_DIR/NAME/slurm; prints the job's id and how to watch, stop and resume it.",
+        "examples:\n  mpdist submit configs/llama31_8b_4nodes.yaml --nodes 4 --gpus 8 --time 24h --partition gpu\n"
+        "  mpdist submit run.yaml --nodes 2 --dry-run\n\n"
+        "An option is short for a key: --time 2h is slurm.time=2h. What none says is left to the cluster's defaults.\n\n"
+        f"{_OVERRIDES}",
+    )
+    _with_config(parser)
+    _with_world(parser)
+    for option, (key, metavar, text) in _SLURM_OPTIONS.items():
+        parser.add_argument(f"--{option}", metavar=metavar, help=f"{text} (slurm.{key})")
+    _with_memory(parser)
+    parser.add_argument("--dry-run", action="store_true", help="print the exact argument list and the script")
+    arguments = _parse(parser, argv)
+    memory = _memory(arguments)
+    given = [("launch", name, getattr(arguments, name)) for name in ("nodes", "ranks")]
+    given += [("slurm", key, getattr(arguments, option)) for option, (key, *_) in _SLURM_OPTIONS.items()]
+    arguments.overrides += [f"{section}.{key}={value}" for section, key, value in given if value is not None]
+    resolved = _load(arguments)
+    from mpdist import submit
+
+    asked = submit.Asked(arguments.config, tuple(arguments.overrides), memory)
+    return submit.run(resolved, asked, arguments.dry_run)
+
+
+def _requeue(argv: Sequence[str]) -> int:
+    parser = _Parser(
+        "requeue",
+        "At the end of a batch script: queue its job again if the run was stopped early with everything saved and its\n"
+        "requeues (slurm.requeues) are not used up. Returns the run's own status, not srun's.",
+        f"example, as in slurm/train.sbatch:\n  exec mpdist requeue --step-status $? run.yaml\n\n{_OVERRIDES}",
+    )
+    _with_config(parser)
+    _with_seed(parser)
+    parser.add_argument(
+        "--step-status",
+        type=_natural,
+        default=1,
+        metavar="N",
+        help="srun's, where the run has left no status of its own",
+    )
+    arguments = _parse(parser, argv)
+    resolved = _load_seeded(arguments)
+    from mpdist import requeue
+
+    return requeue.run(resolved, arguments.step_status)
 
 
 def _sweep(argv: Sequence[str]) -> int:
@@ -372,6 +455,41 @@ def _prepare(argv: Sequence[str]) -> int:
     return command.run(resolved)
 
 
+def _doctor(argv: Sequence[str]) -> int:
+    parser = _Parser(
+        "doctor",
+        "What is wrong, before anything is trained: findings, worst first, each with its cure. Without CONFIG of this\n"
+        "machine: devices, versions, limits, and how fast it multiplies in FP32, BF16 and FP16. With CONFIG also of what\n"
+        "it needs, on all its ranks: they are started as a launch would, and try their links for values and speed.\n"
+        "Exit status 0 if nothing has failed, else that of the first failure.",
+        "examples:\n  mpdist doctor\n  mpdist doctor run.yaml --ranks 8\n"
+        "  srun --ntasks-per-node=1 mpdist doctor run.yaml --json\n\n"
+        f"torchrun ... -m mpdist doctor CONFIG works too.\n\n{_OVERRIDES}",
+    )
+    _with_config(parser, required=False)
+    _with_world(parser)
+    parser.add_argument("--node-rank", type=_natural, metavar="N", help="this node's number (default: Slurm's, else 0)")
+    _with_memory(parser)
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.add_argument("--report", metavar="FILE", help=argparse.SUPPRESS)  # from the process that starts the ranks
+    arguments = _parse(parser, argv)
+    given = [f"--{n.replace('_', '-')}" for n in ("ranks", "nodes", "node_rank", "memory") if getattr(arguments, n) is not None]
+    memory = _memory(arguments)
+    resolved = _load(arguments) if arguments.config is not None else None
+    from mpdist.doctor import command
+
+    command.check_options(resolved, given)
+    return command.run(
+        resolved,
+        ranks=arguments.ranks,
+        nodes=arguments.nodes,
+        node_rank=arguments.node_rank,
+        memory_bytes=memory,
+        as_json=arguments.json,
+        report=arguments.report,
+    )
+
+
 def _fetch(argv: Sequence[str]) -> int:
     parser = _Parser(
         "fetch",
@@ -434,15 +552,61 @@ def _numerics(argv: Sequence[str]) -> int:
     return 0
 
 
+def _compare(argv: Sequence[str]) -> int:
+    parser = _Parser(
+        "compare",
+        "Runs beside each other, at matched steps and at matched seconds, each difference with its interval over seeds,\n"
+        "and a verdict on each arm. Refused, with every difference by name, where the runs differ in more than the\n"
+        "treatment; exit status 7 where a gate does not hold.",
+        "examples:\n  mpdist compare sweeps/precision\n"
+        "  mpdist compare runs/fp32-seed* runs/bf16-seed* --gate 'loss_gap<=0.25%' --gate 'speed>=1.2x'\n"
+        "  mpdist compare runs/a runs/b --treatment memory.checkpointing --allow versions.torch\n\n"
+        "Arms are those of sweep.json, or of names such as bf16-seed1, or runs that are alike in the treatment.\n"
+        "A gate is [ARM:]QUANTITY, one of <= >= < >, a number and a unit; a wrong one is told what there is.",
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run directories, or a folder of them such as a sweep's")
+    parser.add_argument("--treatment", metavar="KEY,...", help="the settings that may differ between arms; a section stands for "
+                        "all in it (default: the sweep's, else precision and reduce)")  # fmt: skip
+    parser.add_argument("--allow", action="append", default=[], metavar="KEY", help="accept one difference by name; the report says so in its head")
+    parser.add_argument("--against", metavar="ARM", help="what the others are measured against (default: the first arm, or FP32)")
+    parser.add_argument("--warmup", type=_natural, metavar="K", help="windows to leave out of rates and clocks (default: 2)")
+    parser.add_argument("--to-loss", type=_rate, metavar="LOSS", help="the evaluation loss to reach (default: the highest that an arm ends with)")
+    parser.add_argument("--gate", action="append", default=[], metavar="GATE", help="such as 'loss_gap<=0.25%%'; status 7 if it does not hold")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    arguments = _parse(parser, argv)
+    from mpdist.compare import command
+
+    return command.run(
+        arguments.runs,
+        treatment=[key.strip() for key in (arguments.treatment or "").split(",") if key.strip()],
+        allow=arguments.allow,
+        against=arguments.against,
+        warmup=arguments.warmup,
+        target=arguments.to_loss,
+        gates=arguments.gate,
+        as_json=arguments.json,
+    )
+
+
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "launch": (_launch, "train: check, plan, freeze the run directory, run torchrun, return the run's status"),
+    "submit": (
+        _submit,
+        "the same through Slurm: checked, kept with the run, queued again by itself when it was stopped",
+    ),
+    "requeue": (_requeue, "at the end of a batch script: queue the job again if its run was stopped early"),
     "sweep": (_sweep, "run the arms of a comparison: same weights and data for each seed, alternated, resumable"),
-    "plan": (_plan, "what follows from a config: bytes a rank, traffic, whether it fits, what would; of a run: planned and measured"),
+    "compare": (_compare, "runs beside each other at matched steps and seconds, with intervals, verdicts and gates, or refused"),
+    "plan": (
+        _plan,
+        "what follows from a config: bytes a rank, traffic, whether it fits, what would; of a run: planned and measured",
+    ),
     "config": (
         _config,
         "check a config; print every value with its origin, the JSON schema, or one made from another trainer's",
     ),
     "configs": (_configs, "the configs and recipes that come with mpdist: list, show, copy"),
+    "doctor": (_doctor, "what is wrong with this machine, or with a config on it and its ranks' links; each with its cure"),
     "fetch": (_fetch, "bring what the hub holds here, for ranks that have no network"),
     "prepare": (_prepare, "tokenise, pack and index the data before any GPU is held"),
     "numerics": (_numerics, "the float formats checked bit by bit, and a lab that trains in emulated ones"),
@@ -450,7 +614,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
 }
 
 # These do more than print: a broken pipe may be one of theirs, and is never a success.
-_WORKING = ("launch", "sweep", "fetch", "prepare", "export")
+_WORKING = ("launch", "submit", "requeue", "sweep", "fetch", "prepare", "export")
 
 
 def _help() -> str:

@@ -99,7 +99,8 @@ def _nodes(
         return nodes or resolved.config.launch.nodes, node_rank
     origin = resolved.origins.get("launch.nodes", "default")
     asked = f"--nodes {nodes}" if nodes else f"launch.nodes = {resolved.config.launch.nodes} ({origin})"
-    if (nodes or origin != "default") and (nodes or resolved.config.launch.nodes) != task.nodes:
+    wish = nodes or resolved.config.launch.nodes
+    if wish != task.nodes and (nodes or wish > 1):  # 1 is the default, which a frozen configuration writes out
         why = f"this step of job {task.job} has SLURM_STEP_NUM_NODES = {task.nodes}"
         do = f"give the job as many (sbatch --nodes), or set launch.nodes={task.nodes}"
         problems.append(UsageError(asked, why, do))

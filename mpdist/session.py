@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from mpdist import diagnose, ledger, preflight, restore, shelf, space, watch
+from mpdist import diagnose, fingerprint, ledger, preflight, restore, shelf, slurm, space, watch
 from mpdist.assemble import assemble, save_hf, switches, worlds_plan
 from mpdist.clock import Clock, Rate
 from mpdist.config import leaves
@@ -120,6 +121,8 @@ class Session:
         self.reach: diagnose.Reach | None = diagnose.Reach(self.parts.engine)
         with self.clock("load"):
             self.resume(mode)
+            if self.saved_step is None:  # it begins here, if only from another run's checkpoint
+                self.parts.facts |= fingerprint.facts(self.parts.engine, self.parts.feed)
             self.parts.optimizer.allocate()
         faults = cfg.drill.model_dump(exclude_none=True)
         self.drill = Drill(faults, self.rank, self.count.fired, self.drilled)
@@ -463,10 +466,12 @@ class Session:
         if self.saved_step != self.parts.window.step:
             self.save(final=True)
         # Ranks may agree on another one's wish before the launcher's signal has reached this one.
-        asked = self.seat.asked_to_stop or watch.passed_on(self.run.session_path())
+        asked = self.seat.asked_to_stop or watch.passed_on(self.run.session_path()) or "a signal to another rank"
         if self.first:
             (self.run.path / STOP).unlink(missing_ok=True)  # obeyed; the next session is not to stop at once
-        self.close("preempted", Preempted.status, f"stopped by {asked or 'a signal to another rank'}")
+            why = slurm.why_this_job_stops(os.environ, self.cfg.slurm.signal_lead)
+            asked += f" ({why})" if why and not asked.endswith(STOP) else ""
+        self.close("preempted", Preempted.status, f"stopped by {asked}")
         return Preempted.status
 
     def finished(self) -> int:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from mpdist.errors import MachineError, UsageError
 
-FOLDERS = ("configs", "launch")
+FOLDERS = ("configs", "launch", "slurm")
 
 
 def root() -> Path:
-    """The folder that holds ``configs/`` and ``launch/``. Raises MachineError where they are missing."""
+    """The folder that holds ``configs/``, ``launch/`` and ``slurm/``. Raises MachineError where they are missing."""
     package = Path(__file__).resolve().parent
     for folder in (package / "_shipped", package.parent):
         if (folder / "configs").is_dir():
@@ -24,13 +24,13 @@ def root() -> Path:
 
 
 def names() -> list[str]:
-    """What there is, as paths under ``root()``: ``configs/...yaml`` and ``launch/...sh``."""
+    """What there is, as paths under ``root()``: ``configs/...yaml``, ``launch/...sh``, ``slurm/...sbatch``."""
     top = root()
     found = []
     for folder in FOLDERS:
         if (top / folder).is_dir():
             found += [
-                str(p.relative_to(top)) for p in sorted((top / folder).rglob("*")) if p.suffix in (".yaml", ".sh")
+                str(p.relative_to(top)) for p in sorted((top / folder).rglob("*")) if p.suffix in (".yaml", ".sh", ".sbatch")
             ]
     return found
 

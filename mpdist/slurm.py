@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mpdist.errors import MachineError, UsageError
 from mpdist.lines import dump, read_json, write_atomic
@@ -161,7 +162,7 @@ def task(env: Mapping[str, str]) -> Task | None:
     )
 
 
-def session(env: Mapping[str, str]) -> dict[str, object] | None:
+def session(env: Mapping[str, str]) -> dict[str, Any] | None:
     """The job of this process, for the record of its session; None outside of Slurm."""
     if "SLURM_JOB_ID" not in env:
         return None
@@ -354,6 +355,13 @@ def why_stopped(job: Mapping[str, str], restart: int, lead: float) -> str | None
     if started and end and limit is not None and end - started > limit - 1:
         return TIME_LIMIT
     return CANCELLED
+
+
+def why_this_job_stops(env: Mapping[str, str], lead: float) -> str | None:
+    """`why_stopped` of this process's job, for the record of its run; None outside of a job, or where nobody answers."""
+    found = session(env)
+    job = ask("job", str(found["job"])) if found else None
+    return None if found is None or job is None else why_stopped(job, found["restart"], lead)
 
 
 def _moment(text: str | None) -> float | None:

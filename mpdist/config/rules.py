@@ -302,6 +302,50 @@ def _tracking(v: _View) -> Iterator[MpdistError]:
             yield from v.no_effect(f"track.wandb.{name}", "track.wandb.mode is disabled")
 
 
+# What submit says itself, from other keys.
+_OF_SUBMIT = (
+    "nodes",
+    "ntasks",
+    "ntasks-per-node",
+    "signal",
+    "requeue",
+    "open-mode",
+    "output",
+    "parsable",
+    "wrap",
+    "no-requeue",
+)
+_ITS_KEY = {
+    **dict.fromkeys(("account", "A"), "account"),
+    **dict.fromkeys(("partition", "p"), "partition"),
+    **dict.fromkeys(("qos", "q"), "qos"),
+    **dict.fromkeys(("constraint", "C"), "constraint"),
+    **dict.fromkeys(("time", "t"), "time"),
+    **dict.fromkeys(("array", "a"), "array"),
+    **dict.fromkeys(("dependency", "d"), "dependency"),
+    **dict.fromkeys(("cpus-per-task", "c"), "cpus_per_node"),
+    "gpus-per-node": "gpus_per_node",
+    "gres": "gres",
+    "mem": "mem",
+    "exclusive": "exclusive",
+}
+
+
+def _slurm(v: _View) -> Iterator[MpdistError]:
+    if v.config.slurm.gpus_per_node and "gpu" in (v.config.slurm.gres or ""):
+        why = "both ask for GPUs, and Slurm would take the one or the other"
+        yield UsageError(v.show("slurm.gpus_per_node", "slurm.gres"), why, "give one of them")
+    for option in v.config.slurm.extra:
+        name = option.partition("=")[0].lstrip("-")
+        if not option.startswith("-"):
+            do = "write it as one word, such as --mail-type=END"
+            yield UsageError(v.show("slurm.extra"), f"{option} is no option of sbatch's", do)
+        elif key := _ITS_KEY.get(name):
+            yield UsageError(v.show("slurm.extra"), f"{option} has a key of its own", f"set slurm.{key}")
+        elif name in (*_OF_SUBMIT, "N", "n", "o"):
+            yield UsageError(v.show("slurm.extra"), f"{option} is what `mpdist submit` decides", "take it out")
+
+
 _DRILLS_WITH_RANK = tuple(name for name in schema.Drill.model_fields if name != "corrupt_at")
 
 # Each rule with the keys that it reads: it is left out where one of them is wrong already.
@@ -319,6 +363,7 @@ _RULES: tuple[tuple[Callable[[_View], Iterator[MpdistError]], tuple[str, ...]], 
     (_schedule, ("optim.warmup", "optim.horizon", "optim.schedule", "optim.weight_decay", "optim.decay", "budget")),
     (_evaluation, ("eval", "data.eval")),
     (_tracking, ("track.wandb",)),
+    (_slurm, ("slurm",)),
 )
 
 

@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from mpdist.units import parse_duration
+from mpdist.units import parse_bytes, parse_duration
 
 DEFAULT_STAGE = {"ddp": 0, "fsdp2": 3, "deepspeed": 2}
 
@@ -48,6 +48,20 @@ def _folder_name(value: str) -> str:
 def _checkpointing(value: str) -> str:
     if not re.fullmatch(r"none|full|selective|every [1-9]\d*", value):
         raise ValueError("it has to be none, full, selective or 'every N'")
+    return value
+
+
+def _memory(value: str) -> str:
+    try:
+        parse_bytes(value)
+    except Exception as error:
+        raise ValueError(getattr(error, "why", str(error))) from None
+    return value
+
+
+def _array(value: str) -> str:
+    if not re.fullmatch(r"\d+(-\d+(:[1-9]\d*)?)?(,\d+(-\d+(:[1-9]\d*)?)?)*(%[1-9]\d*)?", value, re.ASCII):
+        raise ValueError("it has to be numbers and ranges, such as 0-3, 1,4,7 or 0-15%4")
     return value
 
 
@@ -311,7 +325,35 @@ class Launch(Section):
 
 
 class Slurm(Section):
-    """No keys yet: `slurm: {}` is accepted, anything inside is refused."""
+    """What `mpdist submit` asks of Slurm; null asks for nothing, which leaves it to the cluster's defaults."""
+
+    account: Text | None = Field(None, description="Who pays.")
+    partition: Text | None = Field(None, description="The partition, or several: `a,b`.")
+    qos: Text | None = Field(None, description="The quality of service.")
+    constraint: Text | None = Field(None, description="Features that the nodes must have, such as `h100&nvlink`.")
+    time: Seconds | None = Field(None, description="The time limit of one start of the job, such as 12h.")
+    gpus_per_node: Count | None = Field(
+        None, description="GPUs of each node; null asks for launch.ranks where launch.device is cuda."
+    )
+    gres: Text | None = Field(None, description="Generic resources of each node, such as `gpu:h100:8`.")
+    cpus_per_node: Count | None = Field(None, description="CPUs of each node, which its ranks share.")
+    mem: Annotated[str, AfterValidator(_memory)] | None = Field(
+        None, description="Memory of each node, such as 200GiB; 0 is all of it."
+    )
+    exclusive: bool = Field(False, description="Whether the nodes are for this job alone.")
+    signal_lead: Annotated[Seconds, Field(ge=1, le=65535)] = Field(
+        300.0, description="How long before its time limit the job is told to save and stop. Slurm may be 60 s early."
+    )
+    requeues: Natural = Field(
+        20, description="How often a run that was stopped by Slurm with everything saved is queued again; 0 is never."
+    )
+    array: Annotated[str, AfterValidator(_array)] | None = Field(
+        None, description="A job array, such as `0-3%2`: task K trains NAME-seedK with seed K."
+    )
+    dependency: Text | None = Field(
+        None, description="When it may start, such as `afterok:123`; if that can never be, the job is cancelled."
+    )
+    extra: Texts = Field((), description="Further options of sbatch as they stand, such as [--mail-type=END].")
 
 
 class OverflowAt(Section):
@@ -402,7 +444,7 @@ class Config(Section):
     checkpoint: Checkpoint = Field({}, validate_default=True, description="Saves.")
     track: Track = Field({}, validate_default=True, description="Logging.")
     launch: Launch = Field({}, validate_default=True, description="Processes.")
-    slurm: Slurm = Field({}, validate_default=True, description="No keys in this version.")
+    slurm: Slurm = Field({}, validate_default=True, description="What `mpdist submit` asks for.")
     drill: Drill = Field({}, validate_default=True, description="Rehearsed faults; attempts and saves count from 1.")
 
     @model_validator(mode="before")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import submitted
 from cluster import Cluster, unable
 
 
@@ -28,3 +30,16 @@ def cluster(slurm: Cluster) -> Iterator[Cluster]:
         slurm.settle()
     yield slurm
     slurm.settle()
+
+
+@pytest.fixture(scope="session")
+def undisturbed(slurm: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that was submitted and that nothing has disturbed: what every other one is held against."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    path = submitted.config(folder)
+    said = slurm.call("mpdist", "submit", str(path), "--nodes", "2", "--cpus", "2", "--time", "30m", cwd=folder)
+    job = said.split()[2].rstrip(":")
+    slurm.wait(job, "COMPLETED", timeout=240)
+    (folder / "said").write_text(said)
+    (folder / "job").write_text(job)
+    return folder

@@ -1,0 +1,119 @@
+"""The end of a Slurm job: whether it is queued again, and with which status the batch script leaves.
+
+The run's own record decides, not srun's status, which is the highest of its tasks'. A job is queued again only if the
+session that it ran was stopped with everything saved, Slurm has no other plans for it (a cancelled job is one), and the
+run's budget of requeues, which is kept with the run, is not spent.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mpdist import slurm
+from mpdist.errors import Preempted, UsageError
+from mpdist.lines import dump, read_json, write_atomic
+from mpdist.record import RunDir
+
+if TYPE_CHECKING:
+    from mpdist.config import Resolved
+
+NAME = "requeues.json"
+_STATUS = {"done": 0, "preempted": Preempted.status, "diverged": 5, "failed": 1}
+
+
+def run(resolved: Resolved, step_status: int) -> int:
+    """Queue this job again if that is right; the exit status of its run, or `step_status` (srun's) where it left none.
+
+    Raises UsageError outside of a job.
+    """
+    job = slurm.session(os.environ)
+    if job is None:
+        raise UsageError(
+            "mpdist requeue: SLURM_JOB_ID is not set",
+            "it is for the end of a batch script, which runs in a job",
+            "to go on with a stopped run, launch or submit it again",
+        )
+    run_dir = RunDir(Path(resolved.config.out_dir) / resolved.config.name)
+    status = run_dir.read_status() or {}
+    session = int(status.get("session") or 0)
+    env = read_json(run_dir.session_path(session) / "env.json") or {}
+    mine = (env.get("slurm") or {}).get("job"), (env.get("slurm") or {}).get("restart")
+    if mine != (job["job"], job["restart"]):  # refused, or finished before: what stands there is another start's
+        return step_status
+    state = status.get("state")
+    if state == "running":
+        _say(f"the run left no last word: a node or its launcher was lost (srun's status is {step_status})")
+        return step_status or 1
+    if state == "preempted":
+        _say(_requeue(resolved, run_dir, status, job))
+    code = status.get("exit")
+    return int(_STATUS[str(state)] if code is None else code)
+
+
+def _requeue(resolved: Resolved, run_dir: RunDir, status: Mapping[str, Any], job: Mapping[str, Any]) -> str:
+    """What was done, or why nothing was."""
+    cfg, step = resolved.config.slurm, status.get("step")
+    reason = str(status.get("reason"))
+    if reason.startswith("stopped by the file STOP"):
+        return f"stopped at step {step} as asked ({reason}): not queued again"
+    known = slurm.ask("job", job["job"])
+    why = slurm.why_stopped(known, job["restart"], cfg.signal_lead) if known else None
+    if why in (slurm.CANCELLED, slurm.QUEUED_AGAIN) or (known and known.get("JobState") != "RUNNING"):
+        return f"stopped at step {step}: job {job['job']} was {why or known.get('JobState') if known else why}"
+    done = read(run_dir.path)
+    if len(done) >= cfg.requeues:
+        origin = resolved.origins.get("slurm.requeues", "config")
+        return (
+            f"stopped at step {step} with everything saved, but not queued again: the run has used up its requeues\n"
+            f"  why: slurm.requeues = {cfg.requeues} ({origin}), and {len(done)} are on record in {run_dir.path}\n"
+            f"  do:  submit it again to go on; slurm.requeues={len(done) + 2} allows two more"
+        )
+    attempt = int(status.get("attempt") or 0)
+    if why == slurm.TIME_LIMIT and done and done[-1]["attempt"] == attempt:
+        return (
+            f"stopped at step {step}, where the last start had stopped too: not queued again\n"
+            "  why: the time limit left no time for one step\n"
+            "  do:  submit it with a longer --time, or a shorter slurm.signal_lead"
+        )
+    entry = {"job": job["job"], "restart": job["restart"], "step": step, "attempt": attempt, "time": time.time()}
+    # First on record, then asked for: a kill in between costs one requeue, and never makes an endless row.
+    path = run_dir.path / slurm.FOLDER / NAME
+    path.parent.mkdir(exist_ok=True)
+    write_atomic(path, dump({"requeues": [*done, {**entry, "why": why or reason}]}, indent=1) + "\n")
+    trouble = _ask_slurm(job["job"])
+    if trouble:
+        write_atomic(path, dump({"requeues": done}, indent=1) + "\n")
+        return (
+            f"stopped at step {step} with everything saved, but Slurm does not queue job {job['job']} again: {trouble}\n"
+            "  do:  submit it again to go on"
+        )
+    return (
+        f"stopped at step {step} with everything saved ({why or reason}): job {job['job']} is queued again, "
+        f"{len(done) + 1} of {cfg.requeues} times; it starts in some two minutes at the earliest"
+    )
+
+
+def read(run: Path) -> list[dict[str, Any]]:
+    """The requeues of a run so far: job, restart, step, attempt, time, why."""
+    found = (read_json(run / slurm.FOLDER / NAME) or {}).get("requeues", [])
+    return [entry for entry in found if isinstance(entry, dict)]
+
+
+def _ask_slurm(job: str) -> str | None:
+    """What went wrong, if anything."""
+    command = ["scontrol", "requeue", job]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return (done.stderr or done.stdout).strip() or f"status {done.returncode}" if done.returncode else None
+
+
+def _say(text: str) -> None:
+    print(f"mpdist: {text}", file=sys.stderr, flush=True)

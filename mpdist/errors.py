@@ -12,6 +12,7 @@ these classes; anything else that escapes is a bug and ends in a traceback with 
     4       MachineError      the machine is wrong: devices, ports, disks, missing ranks
     5       Diverged          non-finite values outlasted the patience
     6       CheckpointError   a checkpoint cannot be saved, trusted or loaded
+    7       GateFailed        a comparison's gate does not hold; nothing else is wrong
     75      Preempted         stopped early with everything saved; launch again to go on
 """
 
@@ -79,6 +80,10 @@ class Diverged(MpdistError):
 
 class CheckpointError(MpdistError):
     status = 6
+
+
+class GateFailed(MpdistError):
+    status = 7
 
 
 class Preempted(MpdistError):

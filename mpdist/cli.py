@@ -12,6 +12,8 @@ import mpdist
 from mpdist.errors import MachineError, MpdistError, UsageError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from mpdist.config import Resolved
 
 _OVERRIDES = """\
@@ -247,6 +249,7 @@ def _sweep(argv: Sequence[str]) -> int:
         "--equal-time", metavar="TIME", help="train each arm for so long, such as 300s, by its own speed"
     )
     parser.add_argument("--ranks", type=_positive, metavar="N", help="ranks on this node (default: launch.ranks)")
+    parser.add_argument("--no-compare", action="store_true", help="at the end, do not call `mpdist compare`")
     parser.add_argument("--dry-run", action="store_true", help="print the runs in order; start nothing")
     arguments = _parse(parser, argv)
     seconds = None
@@ -269,7 +272,13 @@ def _sweep(argv: Sequence[str]) -> int:
         seconds,
         arguments.ranks,
     )
-    return sweep.run(asked, arguments.dry_run)
+    return sweep.run(asked, arguments.dry_run, None if arguments.no_compare else _report)
+
+
+def _report(folder: Path) -> None:
+    from mpdist.compare import command
+
+    command.run([str(folder)])
 
 
 # Options of `plan` that a run has answered.
@@ -473,7 +482,11 @@ def _doctor(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.add_argument("--report", metavar="FILE", help=argparse.SUPPRESS)  # from the process that starts the ranks
     arguments = _parse(parser, argv)
-    given = [f"--{n.replace('_', '-')}" for n in ("ranks", "nodes", "node_rank", "memory") if getattr(arguments, n) is not None]
+    given = [
+        f"--{n.replace('_', '-')}"
+        for n in ("ranks", "nodes", "node_rank", "memory")
+        if getattr(arguments, n) is not None
+    ]
     memory = _memory(arguments)
     resolved = _load(arguments) if arguments.config is not None else None
     from mpdist.doctor import command
@@ -567,11 +580,32 @@ def _compare(argv: Sequence[str]) -> int:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run directories, or a folder of them such as a sweep's")
     parser.add_argument("--treatment", metavar="KEY,...", help="the settings that may differ between arms; a section stands for "
                         "all in it (default: the sweep's, else precision and reduce)")  # fmt: skip
-    parser.add_argument("--allow", action="append", default=[], metavar="KEY", help="accept one difference by name; the report says so in its head")
-    parser.add_argument("--against", metavar="ARM", help="what the others are measured against (default: the first arm, or FP32)")
-    parser.add_argument("--warmup", type=_natural, metavar="K", help="windows to leave out of rates and clocks (default: 2)")
-    parser.add_argument("--to-loss", type=_rate, metavar="LOSS", help="the evaluation loss to reach (default: the highest that an arm ends with)")
-    parser.add_argument("--gate", action="append", default=[], metavar="GATE", help="such as 'loss_gap<=0.25%%'; status 7 if it does not hold")
+    parser.add_argument(
+        "--allow",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="accept one difference by name; the report says so in its head",
+    )
+    parser.add_argument(
+        "--against", metavar="ARM", help="what the others are measured against (default: the first arm, or FP32)"
+    )
+    parser.add_argument(
+        "--warmup", type=_natural, metavar="K", help="windows to leave out of rates and clocks (default: 2)"
+    )
+    parser.add_argument(
+        "--to-loss",
+        type=_rate,
+        metavar="LOSS",
+        help="the evaluation loss to reach (default: the highest that a run ends with)",
+    )
+    parser.add_argument(
+        "--gate",
+        action="append",
+        default=[],
+        metavar="GATE",
+        help="such as 'loss_gap<=0.25%%'; status 7 if it does not hold",
+    )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     arguments = _parse(parser, argv)
     from mpdist.compare import command
@@ -596,7 +630,10 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     ),
     "requeue": (_requeue, "at the end of a batch script: queue the job again if its run was stopped early"),
     "sweep": (_sweep, "run the arms of a comparison: same weights and data for each seed, alternated, resumable"),
-    "compare": (_compare, "runs beside each other at matched steps and seconds, with intervals, verdicts and gates, or refused"),
+    "compare": (
+        _compare,
+        "runs beside each other at matched steps and seconds, with intervals, verdicts and gates, or refused",
+    ),
     "plan": (
         _plan,
         "what follows from a config: bytes a rank, traffic, whether it fits, what would; of a run: planned and measured",
@@ -606,7 +643,10 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
         "check a config; print every value with its origin, the JSON schema, or one made from another trainer's",
     ),
     "configs": (_configs, "the configs and recipes that come with mpdist: list, show, copy"),
-    "doctor": (_doctor, "what is wrong with this machine, or with a config on it and its ranks' links; each with its cure"),
+    "doctor": (
+        _doctor,
+        "what is wrong with this machine, or with a config on it and its ranks' links; each with its cure",
+    ),
     "fetch": (_fetch, "bring what the hub holds here, for ranks that have no network"),
     "prepare": (_prepare, "tokenise, pack and index the data before any GPU is held"),
     "numerics": (_numerics, "the float formats checked bit by bit, and a lab that trains in emulated ones"),

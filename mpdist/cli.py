@@ -147,14 +147,16 @@ def _launch(argv: Sequence[str]) -> int:
     resolved = _load_seeded(arguments)
     from mpdist import launch
 
-    return launch.run(
-        resolved,
-        ranks=arguments.ranks,
-        nodes=arguments.nodes,
-        node_rank=arguments.node_rank,
-        dry_run=arguments.dry_run,
-        memory_bytes=memory,
-    )
+    with launch.early_ears() as heard:
+        return launch.run(
+            resolved,
+            ranks=arguments.ranks,
+            nodes=arguments.nodes,
+            node_rank=arguments.node_rank,
+            dry_run=arguments.dry_run,
+            memory_bytes=memory,
+            heard=heard,
+        )
 
 
 # Options of `submit` beside --nodes and --ranks, and the keys under `slurm` that they set.

@@ -70,7 +70,7 @@ def run(
     if warning := space.check(resolved, plan.saves):
         say(f"warning: {warning}")
     if place.node_rank:
-        return _follow(resolved, place, worker)
+        return _follow(resolved, place, worker, heard)
     from mpdist.record import open_run
 
     run_dir, mode = open_run(resolved, plan.to_json())
@@ -80,6 +80,11 @@ def run(
             return _lead(run_dir, mode, place, worker, resolved.config.launch.timeout, signals, look)
     finally:
         run_dir.release()
+
+
+def early_ears() -> contextlib.AbstractContextManager[list[Heard] | None]:
+    """For `heard` of `run`: in a step of Slurm's, which warns once, perhaps while the plan is made; else None."""
+    return listening() if slurm.task(os.environ) else contextlib.nullcontext(None)
 
 
 def foresee(resolved: Resolved, ranks: int | None = None) -> Plan:
@@ -178,7 +183,7 @@ def _lead(
     return _conclude(run_dir, child, status)
 
 
-def _follow(resolved: Resolved, place: Place, worker: Sequence[str]) -> int:
+def _follow(resolved: Resolved, place: Place, worker: Sequence[str], heard: list[Heard] | None) -> int:
     """Any other node: it waits for the first one to have frozen the run, and takes part in its session."""
     from mpdist.lock import holder
     from mpdist.record import RunDir
@@ -202,8 +207,8 @@ def _follow(resolved: Resolved, place: Place, worker: Sequence[str]) -> int:
     say(f"node {place.node_rank} of {place.nodes}: joining {run_dir.path}, OMP_NUM_THREADS={place.threads}")
     command = torchrun(place, worker, run_dir.config_path, cfg.launch.timeout)
     log = run_dir.path / f".torchrun-{place.node_rank:04d}.log"
-    with listening() as heard:
-        child = Child(command, env, log, heard, cfg.launch.timeout, _noting(run_dir))
+    with listening() if heard is None else contextlib.nullcontext(heard) as signals:
+        child = Child(command, env, log, signals, cfg.launch.timeout, _noting(run_dir))
         status = child.run(lambda: _own_session(run_dir, child.token))
         if session := _own_session(run_dir, child.token):
             run_dir.session = int(session.name)

@@ -336,7 +336,7 @@ def _slurm(v: _View) -> Iterator[MpdistError]:
         why = "both ask for GPUs, and Slurm would take the one or the other"
         yield UsageError(v.show("slurm.gpus_per_node", "slurm.gres"), why, "give one of them")
     for option in v.config.slurm.extra:
-        name = option.partition("=")[0].lstrip("-")
+        name = option[2:].partition("=")[0] if option.startswith("--") else option[1:2]  # -px is -p x
         if not option.startswith("-"):
             do = "write it as one word, such as --mail-type=END"
             yield UsageError(v.show("slurm.extra"), f"{option} is no option of sbatch's", do)

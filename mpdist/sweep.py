@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -50,9 +50,10 @@ class Asked:
     ranks: int | None = None
 
 
-def run(asked: Asked, dry_run: bool = False) -> int:
+def run(asked: Asked, dry_run: bool = False, compare: Callable[[Path], object] | None = None) -> int:
     """Run what is left of a sweep; 0 when every run has come to its end, else the status of what stopped it.
 
+    compare: called with the sweep's folder at the end; what it refuses is told and changes no status.
     Raises MpdistError for what can be known before anything starts, and for an arm that is another experiment than the
     others (UsageError). Main thread only.
     """
@@ -67,16 +68,17 @@ def run(asked: Asked, dry_run: bool = False) -> int:
         print(describe(sweep, making.folder))
         return 0
     if all(state(making.folder / r.path) in _ENDED for r in sweep.runs):
-        return _close(sweep, making.folder)
+        return _close(sweep, making.folder, compare)
     lock = Lock.take(making.folder)
     try:
         if known is None:
             sweep_file.write(making.folder, sweep)
         say(describe(sweep, making.folder))
         with listening() as heard:
-            return Running(making, sweep, heard).run()
+            status = Running(making, sweep, heard).run()
     finally:
         lock.release()
+    return status or _close(sweep, making.folder, compare)
 
 
 class Making:
@@ -254,10 +256,12 @@ class Running:
                 say(f"{place}: it diverged, which is a result: recorded, and the sweep goes on")
             elif status:
                 return self._stopped(status, run_name(arm, seed))
-        return _close(self.sweep, self.folder)
+        return 0
 
     def _prepare(self) -> int:
         """The data (and a hub's model), once for all arms, in a process of its own: it brings libraries and threads."""
+        if any((self.folder / run.path / "sessions").is_dir() for run in self.sweep.runs):
+            return 0
         wish = self.making.wanted[0]
         resolved = self.making.load(wish, self.making.seeds[0])
         cache = resolved.config.data.cache
@@ -391,8 +395,8 @@ def describe(sweep: Sweep, folder: Path) -> str:
     return "\n".join([*lines, "", *_columns([heads, *rows])])
 
 
-def _close(sweep: Sweep, folder: Path) -> int:
-    """All runs have ended: how, and what compares them."""
+def _close(sweep: Sweep, folder: Path, compare: Callable[[Path], object] | None) -> int:
+    """All runs have ended: how, and the comparison or the command for it."""
     rows = [["run", "state", "steps", "train s", "eval loss"]]
     for run in sweep.runs:
         status, metrics = read_json(folder / run.path / "status.json") or {}, read_metrics(folder / run.path)
@@ -403,8 +407,28 @@ def _close(sweep: Sweep, folder: Path) -> int:
             f"{last['eval/loss']:.4f}" if last else "",
         ])  # fmt: skip
     say("\n" + "\n".join(_columns(rows)))
+    for text in _missed(sweep, folder):
+        say(text)
     say(f"\nto compare them: mpdist compare {folder}")
+    if compare is not None:
+        say("")
+        try:
+            compare(folder)
+        except MpdistError as error:
+            print(error, file=sys.stderr, flush=True)
     return 0
+
+
+def _missed(sweep: Sweep, folder: Path) -> list[str]:
+    """Under equal time: the finished runs of which the steps took another."""
+    if sweep.equal_time is None:
+        return []
+    ended = [(r.path, read_json(folder / r.path / "status.json") or {}) for r in sweep.runs]
+    took = [(path, (status.get("time") or {}).get("train")) for path, status in ended if status.get("state") == "done"]
+    found = [
+        sweep_speed.missed(path, seconds, sweep.equal_time.seconds) for path, seconds in took if seconds is not None
+    ]
+    return [text for text in found if text is not None]
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:

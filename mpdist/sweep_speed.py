@@ -20,6 +20,8 @@ from mpdist.sweep_file import Speed
 
 FOLDER = ".speed"
 PASSES = 2
+QUIET = 0.2  # of the median: the distance of the quartiles from which on the steps are said to be a guess
+CLOSE = 0.1  # of the time: from which on it is said that a run took another
 WINDOWS = 12  # a pass and arm, the first two of which are warm-up (mpdist.clock.Rate)
 
 
@@ -75,3 +77,13 @@ def text(speeds: Sequence[Speed], seconds: float, show: Callable[[str], None]) -
             f"{s.arm}: {1000 * s.step_s:.4g} ms a step (quartiles {1000 * low:.4g} to {1000 * high:.4g}, {s.windows} "
             f"windows), so {s.steps} steps in {seconds:g} s"
         )
+        if high - low > QUIET * s.step_s:
+            show(f"warning: on a quiet machine the quartiles of {s.arm} would be closer: its steps are a guess")
+
+
+def missed(run: str, took: float, seconds: float) -> str | None:
+    """What to say of a run that took another time than it was to take; None where it was close."""
+    off = took / seconds - 1
+    return (
+        None if abs(off) <= CLOSE else f"warning: {run} trained for {took:.1f} s, {off:+.0%} of the {seconds:g} s meant"
+    )

@@ -218,7 +218,8 @@ def _note(found: dict[str, Any], record: Any) -> None:
         found["exit"] = record.exit.exit_code
     elif kind == "run":
         config = {i.key: json.loads(i.value_json) for i in record.run.config.update if i.key}
-        found["run"] = {"id": record.run.run_id, "name": record.run.display_name, "project": record.run.project}
+        found["run"] = {"id": record.run.run_id, "name": record.run.display_name, "project": record.run.project,
+                        "group": record.run.run_group}  # fmt: skip
         found["config"] = config
     elif kind == "metric":
         found["axes"][record.metric.name or record.metric.glob_name] = record.metric.step_metric

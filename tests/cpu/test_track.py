@@ -108,7 +108,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     path = tmp_path_factory.mktemp("recorded")
     warnings: list[str] = []
     config = {"optim": {"lr": 1e-4}, "hub": {"token": "abc"}, "path": f"https://me:{SECRET}@host/x"}
-    tracker = start(path, "offline", warnings, run_id="abc123", config=config)
+    tracker = start(path, "offline", warnings, run_id="abc123", config=config, group="arms")
     for step in range(1, 21):
         tracker.log(row(step))
     tracker.log(row(20, "eval", **{"eval/perplexity": 2.0}))
@@ -122,7 +122,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_an_offline_run_read_back(recorded: dict[str, Any]) -> None:
-    assert recorded["run"] == {"id": "abc123", "name": "name", "project": "project"}
+    assert recorded["run"] == {"id": "abc123", "name": "name", "project": "project", "group": "arms"}
     assert recorded["exit"] == 5
     assert [r["step"] for r in recorded["history"]] == [*range(1, 21), 20, 21]
     assert recorded["history"][20]["eval/perplexity"] == 2.0

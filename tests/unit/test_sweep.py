@@ -439,6 +439,25 @@ def test_untracked_runs_have_no_group(fake: Fake) -> None:
     assert fake.resolved["base-seed5"].config.track.wandb.group is None
 
 
+def test_a_comparison_that_refuses_is_told_and_the_sweep_is_done_all_the_same(
+    fake: Fake, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compared: list[Path] = []
+
+    def compare(folder: Path) -> None:
+        assert not (folder / lock.NAME).exists(), "others may look into it by now"
+        compared.append(folder)
+        raise UsageError("the runs differ in data.train", "", "give them the same")
+
+    fake.plan["bf16-seed6"] = "TERM"
+    assert sweep.run(TWO, compare=compare) == 75
+    assert compared == [], "half a sweep is not compared"
+    fake.plan.clear()
+    assert sweep.run(TWO, compare=compare) == 0
+    assert compared == [HOME.absolute()]
+    assert capsys.readouterr().err == "the runs differ in data.train\n  do:  give them the same\n"
+
+
 def test_an_arm_that_diverges_is_recorded_and_not_repeated(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
     fake.plan["bf16-seed5"] = "diverged"
     assert sweep.run(TWO) == 0
@@ -581,8 +600,11 @@ def test_each_arm_gets_the_steps_that_its_speed_fits_into_the_time(
     for name, steps in (("fp32-seed5", fp32.steps), ("bf16-seed6", bf16.steps), ("fp32-control-seed6", fp32.steps)):
         cfg = fake.resolved[name].config
         assert (cfg.budget.steps, cfg.optim.horizon, cfg.optim.schedule) == (steps, "auto", "cosine")
-    assert "bf16: 104 ms a step (quartiles 103.3 to 104.8, 6 windows), so 577 steps in 60 s" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "bf16: 104 ms a step (quartiles 103.3 to 104.8, 6 windows), so 577 steps in 60 s" in out
+    assert "a guess" not in out
     assert known.treatment == ("precision.compute",)
+    assert "warning: fp32-seed5 trained for 1.0 s, -98% of the 60 s meant" in out
     assert sweep.run(asked) == 0
     assert len(fake.started) == 10, "speeds are measured once"
     assert "--equal-time: 60.0 -> 90.0" in refusal(
@@ -596,3 +618,20 @@ def test_a_warm_up_longer_than_an_arms_own_horizon_is_refused_with_its_name(fake
     with pytest.raises(UsageError, match=r"1 of 2 arms cannot run:\n1. arm fp32: optim.warmup"):
         sweep.run(asked)
     assert fake.started == ["fp32-1", "bf16-1", "bf16-2", "fp32-2"]
+
+
+def test_a_noisy_measurement_and_a_missed_time_are_said() -> None:
+    said: list[str] = []
+    speeds = [sweep_file.Speed("a", 1.0, (0.95, 1.16), 20, 60), sweep_file.Speed("b", 1.0, (0.95, 1.14), 20, 60)]
+    sweep_speed.text(speeds, 60.0, said.append)
+    assert [line[:10] for line in said] == ["a: 1000 ms", "warning: o", "b: 1000 ms"]
+    assert "quartiles of a " in said[1]
+    assert sweep_speed.missed("a-seed0", 65.9, 60.0) is None
+    assert sweep_speed.missed("a-seed0", 66.6, 60.0) == "warning: a-seed0 trained for 66.6 s, +11% of the 60 s meant"
+
+
+def test_an_arm_without_two_full_windows_cannot_be_measured(fake: Fake) -> None:
+    fake.plan["fp32-1"] = fake.plan["fp32-2"] = "diverged"
+    fake.step_s["fp32"] = 0.0
+    with pytest.raises(UsageError, match="arm fp32 has made 0 measurable windows"):
+        sweep.run(Asked("run.yaml", vary=TWO.vary, equal_time=60.0))

@@ -13,7 +13,7 @@ from typing import Any
 from mpdist.errors import DoesNotFit, MachineError, MpdistError, UsageError
 
 LEVELS = ("failed", "doubtful", "ok")
-_STATUSES: tuple[type[MpdistError], ...] = (MachineError, DoesNotFit, UsageError)
+_STATUSES: tuple[type[MpdistError], ...] = (MachineError, DoesNotFit, UsageError, MpdistError)
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,13 @@ def error_of(found: Iterable[Finding]) -> MpdistError | None:
     if not failed:
         return None
     first, *others = failed
-    kind = next(kind for kind in _STATUSES if kind.status == first.status)
     more = "".join(f"\n  and: {other.what}" + (f" (do: {other.do})" if other.do else "") for other in others)
-    return kind(first.what, first.why, first.do + more)
+    return kind_of(first.status)(first.what, first.why, first.do + more)
+
+
+def kind_of(status: int) -> type[MpdistError]:
+    """The class of error that ends with an exit status."""
+    return next(kind for kind in _STATUSES if kind.status == status)
 
 
 def table(found: Iterable[Finding], width: int = 118) -> str:

@@ -13,13 +13,13 @@ import os
 import re
 import secrets
 import socket
-import struct
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from mpdist.findings import Finding
+from mpdist.interface import addresses
 from mpdist.units import format_bytes
 
 _SHM = Path("/dev/shm")
@@ -58,8 +58,9 @@ def judge_memory(check: str, free: int, need: int | None, least: int | None, ran
         return Finding(check, value)
     value += f", the plan needs {each}{format_bytes(need)}"
     if ranks * least > free:
-        why = f"parameters, gradients and moments alone take {each}{format_bytes(least)}; other processes hold the rest"
-        return Finding(check, value, "failed", why, "end what else runs there, or take another machine or more ranks")
+        why = f"parameters, gradients and moments alone take {each}{format_bytes(least)}"
+        do = "end what else runs there, or take a larger machine, more nodes or a smaller model"
+        return Finding(check, value, "failed", why, do)
     if ranks * need > free:
         why = "the peak of a step may find no room, unless what else runs there gives some back"
         return Finding(
@@ -273,15 +274,14 @@ class Interface:
 
 
 def interfaces() -> list[Interface]:
-    found = []
+    found, here = [], addresses()
     for _, name in socket.if_nameindex():
         folder = Path("/sys/class/net") / name
         state = _text(folder / "operstate")
         speed = _text(folder / "speed")
         rate = int(speed) if speed.isdecimal() and int(speed) else None
-        address = _address(name)
         # A loopback or a tunnel says `unknown` where it is up.
-        found.append(Interface(name, address, state in ("up", "unknown") and address is not None, rate))
+        found.append(Interface(name, here.get(name), state in ("up", "unknown") and name in here, rate))
     return found
 
 
@@ -290,17 +290,6 @@ def _text(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return ""
-
-
-def _address(name: str) -> str | None:
-    import fcntl
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe, 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
-        except OSError:
-            return None
-    return socket.inet_ntoa(answer[20:24])
 
 
 def network(

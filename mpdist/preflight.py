@@ -97,7 +97,7 @@ def about(device: torch.device, folder: Path | None) -> dict[str, Any]:
 def look(cfg: Config, planned: Plan, world: World, device: torch.device, folder: Path | None) -> list[Finding]:
     """This rank's device, memory and directory; what all ranks of a node share is left to the first of them."""
     cuda = device.type == "cuda"
-    found = [device_found(cfg, device), compute_dtype(cfg.precision.compute, device)]
+    found = [device_found(cfg.launch.device, device), compute_dtype(cfg.precision.compute, device)]
     peak = least = None
     if planned.peak_bytes is not None and planned.states_bytes is not None:
         # What libraries and a CUDA context take, this process holds already.
@@ -130,10 +130,10 @@ def device_name(device: torch.device) -> str:
     return f"CPU, {torch.backends.cpu.get_cpu_capability()}"
 
 
-def device_found(cfg: Config, device: torch.device) -> Finding:
-    """Whether the rank has the kind of device that a launcher would have counted on."""
+def device_found(wish: str, device: torch.device) -> Finding:
+    """Whether the rank has the kind of device that a launcher would have counted on. wish: launch.device."""
     name = device_name(device)
-    there = visible_devices(os.environ) if device.type == "cpu" and cfg.launch.device == "auto" else 0
+    there = visible_devices(os.environ) if device.type == "cpu" and wish == "auto" else 0
     if there:
         why = f"this node shows {there} NVIDIA device{'s' * (there != 1)}, and torch {torch.__version__} can use none: "
         why += "it was built without CUDA" if torch.version.cuda is None else "the driver may be too old for it"

@@ -36,6 +36,13 @@ if [ -z "$browser" ] && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; the
         >/dev/null 2>&1 </dev/null || echo "tests/run.sh: Chromium could not be installed" >&2
 fi
 
+# Jobs are tried on a Slurm of the tests' own. Where none can be had those tests skip, and fail if MPDIST_EXPECT_SLURM is set.
+if ! command -v slurmctld >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+        slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge iproute2; } \
+        >/dev/null 2>&1 </dev/null || echo "tests/run.sh: Slurm could not be installed" >&2
+fi
+
 .venv/bin/python -m ruff check
 .venv/bin/python -m ruff format --check
 .venv/bin/python -m mypy

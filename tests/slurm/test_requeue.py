@@ -7,11 +7,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import submitted
 from cluster import Cluster
 
 from mpdist.lines import read_json
 from mpdist.requeue import read
+
+pytestmark = pytest.mark.slow
 
 
 @contextlib.contextmanager

@@ -28,6 +28,7 @@ AWKWARD = [
 ]
 
 
+@pytest.mark.slow
 def test_a_submitted_run_trains_on_two_nodes_and_ends(cluster: Cluster, undisturbed: Path) -> None:
     run, job = submitted.run_of(undisturbed), (undisturbed / "job").read_text()
     assert cluster.queue() == []
@@ -43,6 +44,7 @@ def test_a_submitted_run_trains_on_two_nodes_and_ends(cluster: Cluster, undistur
     assert hosts == {f"{node}-host" for node in cluster.nodes}
 
 
+@pytest.mark.slow
 def test_what_was_submitted_is_kept_and_says_how_to_watch_stop_and_resume(cluster: Cluster, undisturbed: Path) -> None:
     run, job, said = (
         submitted.run_of(undisturbed),
@@ -210,6 +212,7 @@ def test_host_lists_are_read_as_scontrol_does(cluster: Cluster) -> None:
     assert compared > 70
 
 
+@pytest.mark.slow
 def test_srun_starts_each_rank_directly_and_the_run_is_the_same(
     cluster: Cluster, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -247,6 +250,7 @@ def test_a_contradiction_is_refused_with_both_values(
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_two_jobs_on_the_same_nodes_one_of_them_with_its_port_taken(cluster: Cluster, tmp_path: Path) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     jobs = []
@@ -279,6 +283,7 @@ def test_two_jobs_on_the_same_nodes_one_of_them_with_its_port_taken(cluster: Clu
     ).read_text().replace('",\n  "', " ")
 
 
+@pytest.mark.slow
 def test_interactive_inside_an_allocation(cluster: Cluster, tmp_path: Path) -> None:
     path = submitted.config(tmp_path, batch__global=8, budget__steps=3)
     script = submitted.TOP / "launch" / "interactive.sh"

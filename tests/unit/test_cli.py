@@ -116,6 +116,7 @@ def test_options_may_stand_among_the_overrides(good: Path, monkeypatch: pytest.M
         "node_rank": None,
         "dry_run": True,
         "memory_bytes": None,
+        "heard": None,
         "lr": 1e-3,
         "micro": 4,
     }

@@ -200,3 +200,24 @@ def test_nccl_finds_infiniband_itself_and_nothing_is_set_where_nothing_is_certai
 def test_the_loopback_is_no_way_to_a_peer() -> None:
     assert interface.towards("127.0.0.1", interface.addresses()) is None
     assert interface.addresses()["lo"] == "127.0.0.1"
+
+
+def test_a_second_term_under_slurm_asks_for_no_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a grace time it says TERM again and leaves KillWait seconds, in which a save may still end."""
+    import signal
+
+    from mpdist import watch
+
+    for name in STEP:
+        monkeypatch.delenv(name, raising=False)
+    assert not watch.repeated(signal.SIGTERM)
+    for name, value in STEP.items():
+        monkeypatch.setenv(name, value)
+    assert watch.repeated(signal.SIGTERM)
+    assert not watch.repeated(signal.SIGINT)
+    monkeypatch.setattr(watch.os, "_exit", lambda code: pytest.fail(f"ended at once with {code}"))
+    stop = watch.Stop()
+    stop._heard(signal.SIGTERM, None)
+    stop._hard_at = time.monotonic() - 60
+    stop._heard(signal.SIGTERM, None)
+    assert stop.asked == "SIGTERM"

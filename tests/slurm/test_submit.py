@@ -312,3 +312,15 @@ def test_a_refused_configuration_ends_the_job_with_its_status(cluster: Cluster, 
     assert "optim.lr = fast" in cluster.output(job)
     assert "Traceback" not in cluster.output(job)
     assert tiny.Result(submitted.run_of(tmp_path), [(0, "")]).folder.exists() is False
+
+
+@pytest.mark.slow
+def test_the_doctor_looks_at_the_jobs_nodes(cluster: Cluster, tmp_path: Path) -> None:
+    path = submitted.config(tmp_path, launch__ranks=1, batch__global=8)
+    script = submitted.SCRIPT.with_name("doctor.sbatch")
+    job = cluster.sbatch("--nodes=2", str(script), str(path), cwd=tmp_path)
+    assert cluster.wait(job, timeout=180) == "COMPLETED", cluster.output(job)
+    printed = (tmp_path / f"doctor-{job}.log").read_text()
+    assert "0 failed" in printed
+    assert "bandwidth between nodes" in printed
+    assert not submitted.run_of(tmp_path).exists()

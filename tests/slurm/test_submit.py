@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -324,3 +325,16 @@ def test_the_doctor_looks_at_the_jobs_nodes(cluster: Cluster, tmp_path: Path) ->
     assert "0 failed" in printed
     assert "bandwidth between nodes" in printed
     assert not submitted.run_of(tmp_path).exists()
+
+
+@pytest.mark.slow
+def test_the_first_job_of_the_readme(cluster: Cluster, tmp_path: Path) -> None:
+    """As it stands there, but for its length, from a folder that has only the package's configurations."""
+    lines = (submitted.TOP / "README.md").read_text().partition("## Slurm")[2].splitlines()
+    line = next(line for line in lines if line.startswith("mpdist submit") and "--dry-run" not in line)
+    words = [str(submitted.TOP / word) if word.startswith("configs/") else word for word in shlex.split(line)]
+    said = cluster.call(*words, "budget.steps=30", cwd=tmp_path)
+    cluster.wait(said.split()[2].rstrip(":"), "COMPLETED", timeout=240)
+    found = tiny.Result(tmp_path / "runs" / "demo-pretrain", [(0, "")])
+    assert found.state()["state"] == "done"
+    assert found.rows("eval")[-1]["eval/loss"] < 5.0  # a uniform guess has 5.56

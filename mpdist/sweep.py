@@ -225,6 +225,16 @@ def _settings(arm: sweep_file.Arm) -> str:
     return ", ".join(f"{key}={show(value)}" for key, value in arm.settings.items()) or "as the configuration"
 
 
+def _apart(sweep: Sweep, arm: str) -> str:
+    """What makes an arm: its settings where they are not the first arm's; of the first, all that are set."""
+    first, own = sweep.arms[0], sweep.arm(arm)
+    if own is first:
+        keys = [key for key, value in own.settings.items() if value is not None]
+    else:
+        keys = [key for key, value in own.settings.items() if value != first.settings[key]]
+    return _settings(replace(own, settings={key: own.settings[key] for key in keys}) if keys else first)
+
+
 # -- running ----------------------------------------------------------------------------------------------------------
 
 
@@ -235,7 +245,7 @@ class Running:
         self.making, self.sweep, self.heard = making, sweep, heard
         self.folder = making.folder
         self._wanted = {wish.name: wish for wish in making.wanted}
-        self._eps = dict[str, float]()
+        self._kinds = dict[str, sweep_first.Kind]()
         self._blocks: int | None = None
 
     def run(self) -> int:
@@ -250,7 +260,7 @@ class Running:
                 continue
             if self.heard:
                 return self._stopped(Preempted.status)
-            say(f"\n{place}: {_settings(self.sweep.arm(arm))}")
+            say(f"\n{place}: {_apart(self.sweep, arm)}")
             status = self._train(arm, seed)
             if status == Diverged.status:
                 say(f"{place}: it diverged, which is a result: recorded, and the sweep goes on")
@@ -301,7 +311,7 @@ class Running:
         """What the first-step check needs to know of each arm."""
         for wish in self.making.wanted:
             cfg = self.making.load(wish, self.making.seeds[0], steps_of(self.sweep, wish.name)).config
-            self._eps[wish.name] = sweep_first.eps(cfg)
+            self._kinds[wish.name] = sweep_first.kind(cfg)
         self._blocks, dropout = sweep_first.layers(cfg)
         if dropout:
             self._blocks = None
@@ -331,17 +341,15 @@ class Running:
     def _odd(self, arm: str, seed: int) -> UsageError | None:
         """What makes a run another experiment than one of its seed's others, the most exact of those that there are."""
         mine = sweep_first.seen(self.folder / run_name(arm, seed))
-        others = sorted((name for name, k in self.sweep.order if k == seed and name != arm), key=self._eps.__getitem__)
-        for other in others if mine is not None else ():
+        if mine is None:
+            return None
+        others = [name for name, k in self.sweep.order if k == seed and name != arm]
+        for other in sorted(others, key=lambda name: self._kinds[name].eps):
             theirs = sweep_first.seen(self.folder / run_name(other, seed))
-            if mine is not None and theirs is not None:
+            if theirs is not None:
                 return sweep_first.compare(
-                    run_name(arm, seed),
-                    mine,
-                    self._eps[arm],
-                    run_name(other, seed),
-                    theirs,
-                    self._eps[other],
+                    *(run_name(arm, seed), mine, self._kinds[arm]),
+                    *(run_name(other, seed), theirs, self._kinds[other]),
                     self._blocks,
                 )
         return None

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpdist import arch
 from mpdist.errors import UsageError
@@ -40,11 +40,14 @@ _UNKNOWN_LAYERS = 100  # of a model whose shape is not known: more than most hav
 
 @dataclass(frozen=True)
 class Seen:
-    """What a run has left of its first attempt: `loss` and `label_tokens`, and the digests of its prepared data."""
+    """What a run has left of its first attempt: `loss` and `label_tokens`; the digests of its prepared data, of the order
+    in which it takes them, and of its initial masters (mpdist.fingerprint)."""
 
     loss: float
     label_tokens: int
     data: Mapping[str, str | None]
+    order: str | None = None
+    weights: str | None = None
 
 
 def seen(run: Path) -> Seen | None:
@@ -52,16 +55,26 @@ def seen(run: Path) -> Seen | None:
     first = (read_json(run / "status.json") or {}).get("first")
     if not isinstance(first, Mapping):
         return None
-    data: Mapping[str, str | None] = {}
-    for session in sorted((run / "sessions").glob("[0-9]*")):
-        data = (read_json(session / "env.json") or {}).get("data") or data
-    return Seen(float(number(first["loss"])), int(first["label_tokens"]), data)
+    known: dict[str, Any] = {}
+    for session in sorted((run / "sessions").glob("[0-9]*")):  # what a run begins with, its later sessions do not say
+        known |= read_json(session / "env.json") or {}
+    data, order, weights = (known.get(key) for key in ("data", "order", "initial_weights"))
+    return Seen(float(number(first["loss"])), int(first["label_tokens"]), data or {}, order, weights)
 
 
-def eps(config: Config) -> float:
-    """Of the format in which the arm computes."""
-    compute = config.precision.compute
-    return FORMATS["tf32" if compute == "fp32" and config.precision.tf32 else compute].eps
+@dataclass(frozen=True)
+class Kind:
+    """How an arm begins. eps: of the format in which it computes. masters: their dtype and the patterns of those that do
+    not train: where both are alike, the initial masters are the same bits."""
+
+    eps: float
+    masters: tuple[Any, ...] = ()
+
+
+def kind(config: Config) -> Kind:
+    compute, master = config.precision.compute, config.precision.master
+    eps = FORMATS["tf32" if compute == "fp32" and config.precision.tf32 else compute].eps
+    return Kind(eps, (compute if master == "compute" else "fp32", config.model.freeze))
 
 
 def layers(config: Config) -> tuple[int, bool]:
@@ -79,7 +92,7 @@ def bound(eps_a: float, eps_b: float, blocks: int, loss: float) -> float:
 
 
 def compare(
-    name: str, mine: Seen, eps_a: float, other: str, theirs: Seen, eps_b: float, blocks: int | None
+    name: str, mine: Seen, kind_a: Kind, other: str, theirs: Seen, kind_b: Kind, blocks: int | None
 ) -> UsageError | None:
     """What makes run `name` another experiment than run `other`, None if nothing does.
 
@@ -94,11 +107,18 @@ def compare(
         if theirs.data.get(part, digest) != digest:
             what = f"{name} has other data than {other}: data.{part} is {str(digest)[:12]}, not {str(theirs.data[part])[:12]}"
             return UsageError(what, "all arms have to see the same rows; the files have changed since", do)
+    if mine.order and theirs.order and mine.order != theirs.order:
+        what = f"{name} takes its rows in another order than {other}"
+        return UsageError(what, "all arms have to see the same windows, one after the other", do)
+    if kind_a.masters == kind_b.masters and mine.weights and theirs.weights and mine.weights != theirs.weights:
+        what = f"{name} begins with other weights than {other}"
+        return UsageError(what, "all arms of a seed have to start from the same, bit for bit", do)
     if mine.label_tokens != theirs.label_tokens:
         what = f"{name} counts {mine.label_tokens} label tokens in its first window, {other} {theirs.label_tokens}"
         return UsageError(what, "all arms have to see the same windows", do)
     if blocks is None or not (math.isfinite(mine.loss) and math.isfinite(theirs.loss)):
         return None
+    eps_a, eps_b = kind_a.eps, kind_b.eps
     gap, most = abs(mine.loss - theirs.loss), bound(eps_a, eps_b, blocks, min(mine.loss, theirs.loss))
     if gap <= most:
         return None

@@ -285,12 +285,13 @@ def test_a_file_that_is_no_sweeps(tmp_path: Path, text: str, says: str) -> None:
 FP32, BF16 = 2.0**-23, 2.0**-7
 
 
-def seen(loss: float, labels: int = 100, **data: str | None) -> sweep_first.Seen:
-    return sweep_first.Seen(loss, labels, data)
+def seen(loss: float, labels: int = 100, order: str = "o", weights: str = "w", **data: str | None) -> sweep_first.Seen:
+    return sweep_first.Seen(loss, labels, data, order, weights)
 
 
 def odd(mine: sweep_first.Seen, theirs: sweep_first.Seen, eps: float = FP32, blocks: int | None = 4) -> str | None:
-    error = sweep_first.compare("b-seed0", mine, eps, "a-seed0", theirs, FP32, blocks)
+    one, other = sweep_first.Kind(eps, ("fp32", ())), sweep_first.Kind(FP32, ("fp32", ()))
+    error = sweep_first.compare("b-seed0", mine, one, "a-seed0", theirs, other, blocks)
     return None if error is None else str(error)
 
 
@@ -315,6 +316,20 @@ def test_the_first_window_and_the_data_are_the_same_in_all_arms() -> None:
         odd(seen(5.0, train="x", eval="y"), seen(5.0, train="x", eval="z"))
     )
     assert odd(seen(5.0, train="x", eval=None), seen(5.0, train="x", eval=None)) is None
+    assert "takes its rows in another order" in str(odd(seen(5.0, order="p"), seen(5.0)))
+
+
+def test_the_same_masters_are_the_same_bits_and_others_are_not_asked_for() -> None:
+    assert "begins with other weights than a-seed0" in str(odd(seen(5.0, weights="v"), seen(5.0)))
+    kinds = [sweep_first.kind(load("run.yaml", list(text)).config) for text in (
+        ("precision.compute=bf16",), ("precision.compute=fp32",), ("precision.compute=bf16", "precision.master=compute"),
+        ("model.freeze=[model.embed*]",),
+    )]  # fmt: skip
+    mixed, full, pure, frozen = (one.masters for one in kinds)
+    assert mixed == full
+    assert len({mixed, pure, frozen}) == 3
+    error = sweep_first.compare("b", seen(5.0, weights="v"), kinds[2], "a", seen(5.0), kinds[0], 2)
+    assert error is None, "rounded masters are other bits by treatment"
 
 
 def test_what_fails_is_not_taken_for_another_experiment_and_masks_of_dropout_neither() -> None:
@@ -324,8 +339,8 @@ def test_what_fails_is_not_taken_for_another_experiment_and_masks_of_dropout_nei
     blocks, dropout = sweep_first.layers(load("run.yaml", [f"model.config={json.dumps(gpt2)}"]).config)
     assert (blocks, dropout) == (3, True)
     assert sweep_first.layers(load("run.yaml").config) == (2, False)
-    assert sweep_first.eps(load("run.yaml", ["precision.tf32=true", "launch.device=cuda"]).config) == 2.0**-10
-    assert sweep_first.eps(load("run.yaml", ["precision.compute=bf16"]).config) == BF16
+    assert sweep_first.kind(load("run.yaml", ["precision.tf32=true", "launch.device=cuda"]).config).eps == 2.0**-10
+    assert sweep_first.kind(load("run.yaml", ["precision.compute=bf16"]).config).eps == BF16
 
 
 # -- running, with runs that take no time -------------------------------------------------------------------------------

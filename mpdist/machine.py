@@ -28,6 +28,7 @@ _SHM_BYTES = (
 )  # of a rank; NCCL takes some MiB for each peer in its node, and a container's default is 64 in all
 _FILES = 128  # beside sockets: libraries, data, logs
 _SOCKETS = 8  # a peer: a process group has one to each, and there are some groups
+_INWARD = ("lo", "docker", "virbr", "br-", "veth", "cni")  # interfaces that lead to this host or its containers
 _PROBE_BYTES = 64 * 1024
 _LEAST_FREE = 64 * 2**20  # logs, metrics and a session's files
 _NATIVE = {
@@ -311,8 +312,9 @@ def network(
             return Finding("network", value, "failed", "no interface of this host has that name", do)
         return Finding("network", value)
     own = _own_address() if own is None else own
+    outward = [i for i in found if i.up and not i.name.startswith(_INWARD)]
     if cuda:  # InfiniBand first, then any but these
-        taken = next((i for i in found if i.up and not i.name.startswith(("lo", "docker", "veth", "virbr"))), None)
+        taken = outward[0] if outward else None
     else:
         taken = next((i for i in found if i.address == own), None)
     local = taken is None or (taken.address or "").startswith("127.")
@@ -321,7 +323,7 @@ def network(
         why = "no interface of this host has an address that other nodes could reach"
         if not cuda:
             why = f"{socket.gethostname()} resolves to {own or 'nothing'}, under which no other node can reach it"
-        good = next((i.name for i in found if i.up and not (i.address or "127.").startswith("127.")), "the right one")
+        good = outward[0].name if outward else "the right one"
         return Finding("network", value, "doubtful", why, f"set {variable}={good}")
     return Finding("network", value)
 

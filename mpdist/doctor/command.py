@@ -111,17 +111,19 @@ def _rank(resolved: Resolved, as_json: bool, report: str | None, began: float) -
     if me.nodes > 1:
         interface.choose(os.environ, [os.environ.get("MASTER_ADDR", "")])
     with _stdout_kept():
-        from mpdist.doctor import examine, here
+        from mpdist.doctor import asked, examine, here
 
         try:
             found = examine.run(resolved, me)
         except MpdistError as error:
-            if report is not None and me.is_first:
+            if report is not None and me.local_rank == 0:
                 write_atomic(Path(report), dump({"error": vars(error), "status": error.status}) + "\n")
             if not error.shared:
                 raise
             return error.status
-        found = [*(here.described() if me.is_first else []), *found]
+        if me.is_first:
+            own = [] if report is not None else asked.look(resolved, examine.plan_here(resolved, me))
+            found = [*own, *here.described(), *found]
     if report is not None:
         if me.is_first:
             write_atomic(Path(report), dump({"findings": [finding.to_json() for finding in found]}) + "\n")
@@ -161,8 +163,9 @@ def _start(resolved: Resolved, place: Place) -> list[Finding]:
             place = replace(place, port=slurm.called_port(meeting, place.task, timeout))
         else:
             place = with_free_port(place)
+            made = [path for path in (meeting, meeting.parent) if not path.exists()]
+            stack.callback(_remove, made)
             stack.enter_context(slurm.meeting_at(place.port, meeting, place.task))
-            stack.callback(_remove, meeting)
         worker = ("-m", "mpdist", "doctor", "--report", str(folder / "report.json"))
         command = launch.torchrun(place, worker, folder / "config.yaml", timeout)
         env = {**os.environ, "OMP_NUM_THREADS": str(place.threads)}
@@ -189,9 +192,11 @@ def _start(resolved: Resolved, place: Place) -> list[Finding]:
     )
 
 
-def _remove(folder: Path) -> None:
-    with contextlib.suppress(OSError):
-        folder.rmdir()
+def _remove(folders: Sequence[Path]) -> None:
+    """Those that have not been there before, and hold nothing."""
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def check_options(resolved: object, given: Sequence[str]) -> None:

@@ -63,6 +63,11 @@ def run(resolved: Resolved, world: World) -> list[Finding]:
         stop()
 
 
+def plan_here(resolved: Resolved, world: World) -> Plan:
+    """As `planned`, by a process that is not in the examination, or no longer."""
+    return planned(resolved, world, pick_device(world, resolved.config.launch.device))
+
+
 def planned(resolved: Resolved, world: World, device: torch.device) -> Plan:
     cfg = resolved.config
     shape = arch.look(cfg.model.path, cfg.model.config, cfg.model.revision)

@@ -6,6 +6,7 @@ ever. Here such a job is refused. What cannot be asked is not refused.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -37,10 +38,12 @@ def check(resolved: Resolved, gpus: int) -> None:
         return
     ask, problems = resolved.config.slurm, list[MpdistError]()
     default = [name for name, part in known.items() if part.get("Default") == "YES"]
-    names = ask.partition.split(",") if ask.partition else default
+    asked = ask.partition or os.environ.get("SBATCH_PARTITION")
+    names = asked.split(",") if asked else default
     for name in names:
         if name not in known:
-            what = f"slurm.partition = {name} ({_origin(resolved, 'slurm.partition')})"
+            origin = _origin(resolved, "slurm.partition") if ask.partition else "SBATCH_PARTITION"
+            what = f"slurm.partition = {name} ({origin})"
             problems.append(UsageError(what, "this cluster has no such partition", f"take one of {', '.join(known)}"))
     if problems or not names:
         if not names and not problems:

@@ -277,6 +277,8 @@ def meeting_at(port: int, run: Path, task: Task | None) -> Iterator[None]:
         return
     path = _meeting(run, task)
     path.parent.mkdir(parents=True, exist_ok=True)
+    for old in path.parent.glob("meeting-*.json"):  # left by a launcher that was killed
+        old.unlink(missing_ok=True)
     write_atomic(path, dump({"port": port, "time": time.time()}) + "\n")
     try:
         yield

@@ -153,8 +153,8 @@ class Child:
             return
         if not self._asked:
             name = signal.Signals(self._heard[0][0]).name
-            again = "INT" if watch.repeated(signal.SIGTERM) else "INT or TERM"
-            _interrupt(f"{name}: stopping at the next step boundary; a second {again} ends the run at once")
+            ender = "INT" if watch.repeated(signal.SIGTERM) else "INT or TERM"
+            _interrupt(f"{name}: stopping at the next step boundary; a second {ender} ends the run at once")
             self._asked = True
         if time.monotonic() - self._asked_at > _ASK_S:
             self._asked_at = time.monotonic()

@@ -335,6 +335,10 @@ def _slurm(v: _View) -> Iterator[MpdistError]:
     if v.config.slurm.gpus_per_node and "gpu" in (v.config.slurm.gres or ""):
         why = "both ask for GPUs, and Slurm would take the one or the other"
         yield UsageError(v.show("slurm.gpus_per_node", "slurm.gres"), why, "give one of them")
+    if v.config.slurm.time is not None and v.config.slurm.time <= v.config.slurm.signal_lead + 60:
+        why = "Slurm gives its warning up to 60 s early: the run would be told to stop as soon as it starts"
+        do = "ask for more time, or a shorter signal_lead"
+        yield UsageError(v.show("slurm.time", "slurm.signal_lead"), why, do)
     for option in v.config.slurm.extra:
         name = option[2:].partition("=")[0] if option.startswith("--") else option[1:2]  # -px is -p x
         if not option.startswith("-"):

@@ -108,7 +108,8 @@ ONLY_IN = {
     "datasets": {"data"},
     "accelerate": {"model", "translate"},
     "deepspeed": {"shard", "translate"},
-    "subprocess": {"place", "requeue", "slurm", "submit", "supervise", "track"},  # track: W&B runs in a process of its own, which may hang or die
+    # track: W&B runs in a process of its own, which may hang or die
+    "subprocess": {"place", "requeue", "slurm", "submit", "supervise", "track"},
     "multiprocessing": set(),
 }
 

@@ -119,6 +119,14 @@ def test_the_other_nodes_hear_the_port_and_nothing_is_left(tmp_path: Path) -> No
     assert not (tmp_path / "run" / "slurm").exists()
 
 
+def test_what_a_killed_launcher_has_left_is_taken_away(tmp_path: Path) -> None:
+    left = tmp_path / "slurm" / "meeting-11.0.0.json"
+    left.parent.mkdir()
+    left.write_text("{}")
+    with slurm.meeting_at(23456, tmp_path, slurm.task(STEP)):
+        assert not left.exists()
+
+
 def test_a_master_address_that_is_not_the_first_node_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slurm, "_resolves", lambda _: True)
     monkeypatch.setattr(slurm, "same_host", lambda one, other: one == other)

@@ -80,6 +80,7 @@ def test_gpus_follow_from_the_ranks_where_the_device_is_theirs(tmp_path: Path) -
         ("slurm.requeues=-1", "slurm.requeues = -1"),
         ("slurm.partiton=x", "did you mean `slurm.partition`"),
         ("slurm.signal_lead=0.5s", "slurm.signal_lead"),
+        ("slurm.time=6m", "slurm.time = 360.0 (command line), slurm.signal_lead = 300.0 (default)"),
     ],
 )
 def test_what_slurm_could_not_take_is_refused_by_the_configuration(tmp_path: Path, override: str, named: str) -> None:
@@ -170,6 +171,13 @@ def test_what_this_cluster_can_never_give_is_refused(tmp_path: Path, overrides: 
 )
 def test_what_it_can_give_is_not(tmp_path: Path, overrides: list[str]) -> None:
     cluster.check(ask(tmp_path, *overrides), 8)
+
+
+@pytest.mark.usefixtures("known")
+def test_the_partition_of_sbatchs_own_variable_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SBATCH_PARTITION", "big")
+    with pytest.raises(ConfigError, match="partition big wants 4 nodes at least"):
+        cluster.check(ask(tmp_path), 0)
 
 
 def test_what_cannot_be_asked_is_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

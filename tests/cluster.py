@@ -21,6 +21,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import cluster_conf
+
 PACKAGES = ("slurmctld", "slurmd", "slurm-client", "slurm-wlm-basic-plugins", "munge", "iproute2")
 _COMMANDS = (
     "munged",
@@ -36,50 +38,6 @@ _COMMANDS = (
     "unshare",
 )
 _HOSTS = Path("/etc/hosts")
-_CPUS, _MEMORY_MB = 4, 4000
-_CONF = """\
-ClusterName=mpdist
-SlurmctldHost={host}({controller})
-SlurmctldPort={port}
-SlurmUser=root
-SlurmdUser=root
-AuthType=auth/munge
-AuthInfo=socket={run}/munge.sock
-CredType=cred/munge
-StateSaveLocation={work}/state
-SlurmdSpoolDir={run}/spool/%n
-SlurmctldPidFile={run}/slurmctld.pid
-SlurmdPidFile={run}/slurmd-%n.pid
-SlurmctldLogFile={work}/log/slurmctld.log
-SlurmdLogFile={work}/log/slurmd-%n.log
-# neither cgroups nor systemd
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
-MpiDefault=none
-SwitchType=switch/none
-# several slurmd on one machine, each claiming more than the hardware has
-SlurmdParameters=config_overrides
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-ReturnToService=2
-# quick decisions
-SchedulerParameters=sched_interval=1,batch_sched_delay=0,bf_interval=1
-KillWait=10
-MinJobAge=3600
-SlurmctldTimeout=30
-SlurmdTimeout=15
-JobRequeue=1
-MailProg=/bin/true
-PreemptType=preempt/partition_prio
-PreemptMode=REQUEUE
-"""
-_PARTITIONS = """\
-PartitionName=debug Nodes=ALL Default=YES MaxTime=60 State=UP PriorityTier=10 PreemptMode=OFF
-PartitionName=low Nodes=ALL MaxTime=60 State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=20
-PartitionName=high Nodes=ALL MaxTime=60 State=UP PriorityTier=20 PreemptMode=OFF
-"""
 
 
 def unable() -> str | None:
@@ -296,30 +254,14 @@ class Cluster:
     def _configure(self, gpus: int) -> None:
         for name in ("etc", "log", "state"):
             (self.work / name).mkdir()
-        text = _CONF.format(
-            host=socket.gethostname().partition(".")[0],
-            controller=f"{self.subnet}.1",
-            port=self.port,
-            run=self.run,
-            work=self.work,
-        )
-        text += "GresTypes=gpu\n" if gpus else ""
-        for i, node in enumerate(self.nodes, 1):
-            text += f"NodeName={node} NodeHostname={node}-host NodeAddr={self._address(i)} Port={self.port + i} "
-            text += f"CPUs={_CPUS} RealMemory={_MEMORY_MB} State=UNKNOWN{f' Gres=gpu:{gpus}' if gpus else ''}\n"
-        self.conf.write_text(text + _PARTITIONS)
+        nodes = {node: (self._address(i), self.port + i) for i, node in enumerate(self.nodes, 1)}
+        host = socket.gethostname().partition(".")[0]
+        self.conf.write_text(cluster_conf.text(self.work, self.run, host, f"{self.subnet}.1", self.port, nodes, gpus))
         # slurmd loads a cgroup plugin even if nothing uses one; version 1 named outright starts on any machine.
         (self.work / "etc" / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         if gpus:
-            self._make_gpus(gpus)
+            cluster_conf.make_gpus(self.work, gpus)
         (self.work / "env.sh").write_text(f"export SLURM_CONF={self.conf}\n")
-
-    def _make_gpus(self, gpus: int) -> None:
-        """Character devices that are never opened: with them Slurm sets CUDA_VISIBLE_DEVICES."""
-        for i in range(gpus):
-            os.mknod(self.work / f"gpu{i}", 0o20666, os.makedev(1, 3))
-        names = f"gpu[0-{gpus - 1}]" if gpus > 1 else "gpu0"
-        (self.work / "etc" / "gres.conf").write_text(f"Name=gpu File={self.work}/{names}\n")
 
     def _network(self) -> None:
         lines = [f"{self._address(i)} {node} # {self.run.name}" for i, node in enumerate(self.nodes, 1)]

@@ -329,6 +329,8 @@ def _plan(argv: Sequence[str]) -> int:
         from mpdist.units import parse_bytes
 
         network = parse_bytes(arguments.network.removesuffix("/s"))
+        if not network or not (arguments.gpu or arguments.peak):
+            parser.error("--network takes bytes a second above 0, for the time of a step: with --gpu or --peak")
     resolved = _load(arguments)
     from mpdist import plan_command
 

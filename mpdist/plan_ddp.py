@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from mpdist.arch import Arch
 from mpdist.formats import bytes_of
-from mpdist.plan_activations import top
+from mpdist.plan_activations import memo, top
 from mpdist.plan_moments import END, FORWARD, LOSS, START, STEP, Held, Play, Scene, highest, more, part_of
 from mpdist.plan_wire import all_reduce_waits, all_reducing
 
@@ -39,21 +39,23 @@ class Ddp(Play):
         self.always = {"working": self.rest, "gradients": sums}
         # Where each micro-batch is reduced, all but the first have buckets of their own to be added from.
         self.again = asked.accumulation > 1 and asked.when == "every" and not self.alone
-        self.buckets = [] if self.alone else list(self._buckets())
+        self.buckets: list[Bucket] = [] if self.alone else memo(arch, ("buckets", asked.freeze), self._buckets)
         # The gradient of a tied head waits for the embedding's, whichever engine asks for it.
         self.waits = self.loss.head if self.alone or arch.tied else 0
-        self.turns |= {place for bucket in self.buckets for place in bucket[1:] if 0 <= place < self.layers}
+        key = ("travels", asked.freeze, asked.ranks, asked.nodes, asked.wire, asked.sum, asked.by_backend, self.again)
+        self.flying, self.on_top = memo(arch, key, self._travels)
+        # Places at which the last buckets of a part leave, beside those at which activations turn.
+        ends = [b.last for b in self.buckets if 0 <= b.last < self.layers]
+        self.turns = sorted({*self.turns, *(min((e for e in ends if e >= t), default=t) for t in (0, 1, 2)), *ends[:1]})
 
     def scenes(self) -> Iterator[Scene]:
-        for i in sorted(self.turns):
+        for i in self.turns:
             yield FORWARD, {**self.always, "activations": self.forward(i)}
         yield from self._loss()
-        made = self.a.tail.gradients
-        for i in reversed(range(self.layers)):
-            if i in self.turns and self.a.blocks[i].enters:
-                yield from self._block(i, made)
-            made += self.a.blocks[i].gradients
-        yield from self._end(made)
+        for i in reversed(self.turns):
+            if self.a.blocks[i].enters:
+                yield from self._block(i, self._made(i + 1))
+        yield from self._end(self._made(0))
         yield STEP, {"working": self.rest, "gradients": 4 * self.g.elements, **self.temporaries()}
 
     def _loss(self) -> Iterator[Scene]:
@@ -67,7 +69,7 @@ class Ddp(Play):
             elif not tail.head or not tail.passed:  # it is still there, or is just being made
                 yield START, more(rows, self.head_row, tail.head)
             else:
-                yield START, more(rows, "comm", self.flying(top_of))
+                yield START, more(rows, "comm", self.flying[top_of])
         if not self.waits and self.loss.head:  # it is laid into its bucket while the positions' gradient waits
             rows = {
                 "activations": self.base(self.layers) + self.tokens * self.a.tail.kept,
@@ -81,7 +83,7 @@ class Ddp(Play):
     def _block(self, i: int, made: int) -> Iterator[Scene]:
         stretch, part = self.a.blocks[i], part_of(i, self.layers)
         rows = more(self.always, self.head_row, self.waits)
-        there = made if self.alone else self.flying(i + 1) + self._begun(i)
+        there = made if self.alone else self.flying[i + 1] + self._begun(i)
         for point, grads in self.points(stretch):
             yield part, more({**rows, "activations": self.base(i) + point}, "comm", there + grads)
         if not self.alone:
@@ -93,10 +95,10 @@ class Ddp(Play):
         rows = more({**self.always, "activations": self.ids}, self.head_row, self.waits)
         if embed.enters:
             point, grads = top(embed.backward, self.tokens)
-            # The two gradients of a tied table are summed into a third.
-            tied = embed.gradients if self.arch.tied and self.loss.head else 0
-            passing = grads + (made if self.alone else self.flying(0) + self._begun(-1))
-            yield END, more(more(rows, "activations", point + tied), "comm", passing)
+            there = made if self.alone else self.flying[0] + self._begun(-1)
+            yield END, more(more(rows, "activations", point), "comm", there + grads)
+            if self.arch.tied and self.loss.head:  # the two gradients of a tied table are summed into a third
+                yield END, more(more(rows, "activations", embed.gradients), "comm", there + embed.gradients)
         elif self.alone:
             yield END, more(rows, "comm", made)
         if not self.alone:
@@ -104,35 +106,50 @@ class Ddp(Play):
 
     # -- buckets ------------------------------------------------------------------------------------------------------
 
-    def _buckets(self) -> Iterator[Bucket]:
+    def _made(self, block: int) -> int:
+        """One rank alone: the gradients of the blocks from this one on and of the last norm."""
+        a, c = self.a, bytes_of(self.asked.compute)
+        if self.asked.keep_fp32 or self.asked.freeze:
+            return a.tail.gradients + sum(b.gradients for b in a.blocks[block:])
+        return a.tail.gradients + c * (self.g.before[-1].elements - self.g.before[block].elements)
+
+    def _buckets(self) -> list[Bucket]:
         trained = self.arch.split(self.asked.freeze)[0] if self.asked.freeze else self.arch.params
+        found = []
         size, places = 0, list[int]()
         for p in reversed(trained):
             if size and size + p.count > BUCKET:
-                yield Bucket(size, max(places), min(places))
+                found.append(Bucket(size, max(places), min(places)))
                 size, places = 0, []
             size += p.count
             places.append(p.block if p.block >= 0 else -1 if p.group == "embedding" else self.layers)
-        yield Bucket(size, max(places), min(places))
+        return [*found, Bucket(size, max(places), min(places))]
 
-    def flying(self, place: int) -> int:
-        """Bytes on their way, and of the micro-batch's own buckets, when all places from this one on are done."""
-        total, left = 0, True
-        for bucket in self.buckets:  # they leave in order
-            left = left and bucket.last >= place
-            total += all_reduce_waits(self.asked, bucket.elements) if left else 0
-            total += 4 * bucket.elements if self.again and bucket.first >= place else 0
-        return total
+    def _travels(self) -> tuple[dict[int, int], dict[int, int]]:
+        """By place, when it and all before it are done: bytes on their way, the micro-batch's own buckets included; and what
+        a bucket that leaves there takes only while it starts."""
+        waits = {b.elements: all_reduce_waits(self.asked, b.elements) for b in self.buckets}
+        starts = {b.elements: all_reducing(self.asked, b.elements) for b in self.buckets}
+        flying, on_top = dict[int, int](), dict[int, int]()
+        total, index, begun = 0, 0, 0
+        for place in range(self.layers, -2, -1):
+            while self.again and begun < len(self.buckets) and self.buckets[begun].first >= place:
+                total += 4 * self.buckets[begun].elements
+                begun += 1
+            while index < len(self.buckets) and self.buckets[index].last >= place:  # they leave in order
+                size = self.buckets[index].elements
+                on_top[place] = max(on_top.get(place, 0), starts[size] - waits[size])
+                total += waits[size]
+                index += 1
+            flying[place] = total
+        return flying, on_top
 
     def _begun(self, place: int) -> int:
         """The micro-batch's own buckets that this place begins to fill."""
         return 4 * sum(b.elements for b in self.buckets if b.first == place) if self.again else 0
 
     def _starting(self, place: int) -> int:
-        """The most while the buckets that this place fills start to leave: what each takes only as it starts, on top."""
-        on_top = [all_reducing(self.asked, b.elements) - all_reduce_waits(self.asked, b.elements)
-                  for b in self.buckets if b.last == place]  # fmt: skip
-        return self.flying(place) + max([0, *on_top])
+        return self.flying[place] + self.on_top.get(place, 0)
 
     # -- the whole --------------------------------------------------------------------------------------------------
 

@@ -33,15 +33,15 @@ class Fsdp(Play):
         self.adds = several and not self.wide  # to the gradients of earlier micro-batches
         self.frees = asked.stage == 3
         self.always = g.frozen + g.root.copies
-        self.whole = 0 if self.frees else sum(b.copies for b in g.blocks) + g.head.copies
+        self.whole = 0 if self.frees else g.before[-1].copies + g.head.copies
         self.last = self.layers - 1
         self.host = asked.offload == "all" and asked.device != "cpu"
 
     def scenes(self) -> Iterator[Scene]:
         yield from self._forward()
         yield from self._loss()
-        for i in reversed(range(self.layers)):
-            if i in self.turns and self.a.blocks[i].enters:  # else nothing before it trains
+        for i in reversed(self.turns):
+            if self.a.blocks[i].enters:  # else nothing before it trains
                 yield from self._block(i)
         yield from self._end()
         yield STEP, {"working": self.g.frozen, "gradients": self.master * self.g.held, **self.temporaries()}
@@ -59,17 +59,13 @@ class Fsdp(Play):
     def _forward(self) -> Iterator[Scene]:
         """A group as it arrived stays until the next one is cut out (a name in `wait_for_unshard` holds it so long)."""
         g, early = self.g, {"gradients": self._early()}
-        before = self.flat(g.root)
-        yield FORWARD, {"working": self.always + before, "activations": self.ids, **early}
-        whole = 0
-        for i, block in enumerate(g.blocks):
-            arrived = before + max(self.arriving(block), self.flat(block) + block.copies)
-            yield FORWARD, {"working": self.always + whole + arrived, "activations": self.entering(i), **early}
-            before = self.flat(block)
-            if i in self.turns:
-                held = self.always + whole + before + block.copies
-                yield FORWARD, {"working": held, "activations": self.forward(i), **early}
-            whole += 0 if self.frees else block.copies
+        yield FORWARD, {"working": self.always + self.flat(g.root), "activations": self.ids, **early}
+        for i in self.turns:
+            block, last = g.blocks[i], g.blocks[i - 1] if i else g.root
+            whole = self.always + (0 if self.frees else g.before[i].copies)
+            arrived = self.flat(last) + max(self.arriving(block), self.flat(block) + block.copies)
+            yield FORWARD, {"working": whole + arrived, "activations": self.entering(i), **early}
+            yield FORWARD, {"working": whole + self.flat(block) + block.copies, "activations": self.forward(i), **early}
 
     def _early(self) -> int:
         """Gradients when the last micro-batch starts."""
@@ -94,7 +90,7 @@ class Fsdp(Play):
                 rows = {**tail.rows, "working": copies + ahead + apart, **early}
                 yield START, more(more(rows, self.head_row, tail.head), "comm", tail.norms)
         if head.padded:
-            own = self.base(self.layers) + self.tokens * (self.a.tail.kept + self.a.hidden)
+            own = self.base(self.layers) + self.tokens * self.a.tail.kept + self.loss.positions
             for scene in self._reducing(head, head.made, self._early()):
                 yield START, {"working": copies + ahead, "activations": own, **scene}
         yield START, self._gathered(self.last, waiting)
@@ -103,7 +99,7 @@ class Fsdp(Play):
         """Copies while a block runs backward: what is in no block, its own, and the next one's, which are on their way."""
         g = self.g
         if not self.frees:
-            return self.always + sum(b.copies for b in g.blocks[: block + 1])
+            return self.always + g.before[block + 1].copies
         ahead = self.flat(g.blocks[block - 1]) if block > 0 else 0
         return self.always + g.blocks[block].copies + ahead
 
@@ -127,9 +123,8 @@ class Fsdp(Play):
         """Bytes of gradients once the blocks from this one on are reduced; all of them where there were some before."""
         if self.adds:
             return self.master * self.g.held
-        done = [*self.g.blocks[block:], self.g.head]
-        left = self.wide - (4 * sum(b.elements for b in done) if self.wide else 0)
-        return self.master * sum(b.held for b in done) + left
+        done = self.g.since(block)
+        return self.master * done.held + (self.wide - 4 * done.elements if self.wide else 0)
 
     def _reducing(self, group: Group, made: int, before: int) -> Iterator[Moment]:
         """comm and gradients while a group is reduced, first when its gradients are laid out. made: their bytes as backward
@@ -145,12 +140,13 @@ class Fsdp(Play):
         # One rank alone divides by a factor of 1, into a buffer of its own.
         beside = laid if self.alone else scattering(self.asked, group.padded, group.held)
         named = 0 if self.alone else group.lasting * (4 if self.wide else made // group.elements)
-        yield more({"comm": laid + named + beside, "gradients": before}, row, out)
+        last = "gradients" if self.wide else self.head_row if named == self.loss.head else "comm"
+        yield more(more({"comm": laid + beside, "gradients": before}, row, out), last, named)
         if self.asked.replicas > 1:
             reducing = all_reducing(self.asked, group.held)
-            yield more({"comm": laid + named + reducing, "gradients": before}, row, out)
+            yield more(more({"comm": laid + reducing, "gradients": before}, row, out), last, named)
         if self.master != 4:
-            yield {"comm": laid + named + out, "gradients": before + self.master * group.held}
+            yield more({"comm": laid + out, "gradients": before + self.master * group.held}, last, named)
 
     def _block(self, i: int) -> Iterator[Scene]:
         g, part, stretch = self.g, part_of(i, self.layers), self.a.blocks[i]
@@ -173,10 +169,11 @@ class Fsdp(Play):
         if embed.enters:
             point, grads = top(embed.backward, self.tokens)
             rows = {"working": self.always, "activations": self.ids + point, "gradients": before}
-            rows = more(more(rows, self.head_row, self._head()), "comm", 4 * g.blocks[0].outer + grads)
-            # The two gradients of a tied table are summed into a third.
-            tied = embed.gradients if self.arch.tied and self.loss.head else 0
-            yield END, more(rows, "activations", tied)
+            rows = more(more(rows, self.head_row, self._head()), "comm", 4 * g.blocks[0].outer)
+            yield END, more(rows, "comm", grads)
+            if self.arch.tied and self.loss.head:  # the two gradients of a tied table are summed into a third
+                rows = more(more(rows, "comm", embed.gradients), "activations", embed.gradients - point)
+                yield END, rows
         for scene in self._reducing(g.root, g.root.made, before):
             yield END, {"working": g.frozen, "activations": self.ids, **scene}
 

@@ -62,6 +62,12 @@ class Groups:
     frozen: int
     copied: int
     whole_frozen: int
+    before: tuple[Group, ...] = ()  # all blocks before this one together; one more entry for all of them
+
+    def since(self, block: int) -> Group:
+        """The blocks from this one on, and a head that is held apart, together."""
+        every, past, head = self.before[-1], self.before[block], self.head
+        return Group(elements=every.elements - past.elements + head.elements, held=every.held - past.held + head.held)
 
 
 def groups(asked: Asked, arch: Arch) -> Groups:
@@ -90,6 +96,12 @@ def _groups(asked: Asked, arch: Arch) -> Groups:
         found.append(known[key])
     first, last = _group(asked, root, trained), _group(asked, head, trained)
     every = (first, *found, last)
+    before = [Group()]
+    for group in found:
+        past = before[-1]
+        before.append(Group(
+            copies=past.copies + group.copies, elements=past.elements + group.elements, held=past.held + group.held
+        ))  # fmt: skip
     frozen = [p for p in arch.params if trained is not None and p.name not in trained]
     return Groups(
         root=first,
@@ -101,6 +113,7 @@ def _groups(asked: Asked, arch: Arch) -> Groups:
         frozen=sum(_item(asked, p) * held(p, asked.shard_size) for p in frozen),
         copied=sum(g.copied for g in every),
         whole_frozen=sum(_item(asked, p) * p.count for p in frozen),
+        before=tuple(before),
     )
 
 

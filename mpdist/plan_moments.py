@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from mpdist.arch import Arch
 from mpdist.formats import bytes_of
-from mpdist.plan_activations import IDS, INDEX, Counted, How, Stretch, counted, top
+from mpdist.plan_activations import IDS, INDEX, Counted, How, Stretch, counted, memo, top
 from mpdist.plan_groups import Groups, groups
 from mpdist.plan_loss import Loss, loss_of
 from mpdist.plan_tape import Point
@@ -114,30 +114,32 @@ class Play:
     def __init__(self, asked: Asked, arch: Arch) -> None:
         self.asked, self.arch, self.layers = asked, arch, arch.layers
         self.tokens = asked.micro * asked.seq_len
-        self.a: Counted = counted(arch, how_of(asked, arch))
+        self.how = how_of(asked, arch)
+        self.a: Counted = counted(arch, self.how)
         self.g: Groups = groups(asked, arch)
         self.loss: Loss = loss_of(asked, arch, self._trains("embedding" if arch.tied else "head"))
-        self.head_row = "comm" if self.loss.whole else "logits"  # whose operation makes the head's gradient
+        # The row of the head's gradient follows from whose operation makes it; a tied one waits where backward adds up.
+        self.head_row = "logits" if not self.loss.whole else "activations" if arch.tied else "comm"
         # A mask of a window alone is one for all sequences of a micro-batch.
         windows = {n for n in arch.attends if 0 < n <= asked.seq_len}
         plain = asked.packing == "none" and asked.attention in ("auto", "sdpa") and arch.model_type != "gemma2"
         self.mask = len(windows) * asked.seq_len**2 if plain else 0
         self.ids = self.tokens * (IDS + (INDEX if arch.model_type == "opt" else 0))
-        self.turns = self._turns()
+        self.turns: list[int] = memo(arch, ("turns", self.how), self._turns)
 
     def _trains(self, group: str) -> bool:
         if not self.asked.freeze:
             return True
         return any(p.group == group for p in self.arch.split(self.asked.freeze)[0])
 
-    def _turns(self) -> set[int]:
+    def _turns(self) -> list[int]:
         """Blocks at which a moment may be the highest of its part: the ends of each run of equal ones."""
         blocks, last = self.a.blocks, self.layers - 1
         found = {0, 1, 2, last - 2, last - 1, last} & set(range(self.layers))
         for i in range(1, last):
             if not blocks[i - 1] is blocks[i] is blocks[i + 1]:
                 found.add(i)
-        return found
+        return sorted(found)
 
     # -- activations ----------------------------------------------------------------------------------------------
 

@@ -1,25 +1,31 @@
 """Bytes that one rank sends in a step, by collective, within its node and between nodes apart.
 
-Two numbers for each: the payload, which is what the rank hands to collectives (``wire/grad_bytes`` counts the same),
-and the traffic that follows: of a payload X over n ranks a gather or a reduce-scatter sends X x (n-1)/n. Gradients of a
-group that spans nodes go in two levels, first inside a node. A gather of parameters is one ring over the whole
-group, of which every node's last rank sends to the next node: its bytes are the average over ranks.
+Three numbers for each: the payload, which is what the rank hands to collectives (``wire/grad_bytes`` counts the same); the
+traffic that follows, as this backend really sends it; and the textbook's, a ring over all ranks in the dtype asked for, of a
+payload X over n ranks X x (n-1)/n for a gather or a reduce-scatter and twice that for an all-reduce. Gradients of a group that
+spans nodes go in two levels, first inside a node. A gather of parameters is one ring over the whole group, of which every
+node's last rank sends to the next node: its bytes are the average over ranks.
+
+What is really sent is a ring's sum in all these cases, padding apart, though the moves are others: gloo's own reduce-scatter
+would be an all-reduce, twice the bytes, and DeepSpeed's below stage 3 is one; our wire exchanges addends instead (``reduce``).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 
 from mpdist import plan_zero
-from mpdist.arch import Arch, module_matches
+from mpdist.arch import Arch
 from mpdist.formats import bytes_of
-from mpdist.plan_memory import Asked, held
+from mpdist.plan_groups import Groups, groups
+from mpdist.plan_memory import Asked
+from mpdist.plan_wire import Levels, replica_levels, shard_levels
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """One collective's bytes on one rank in one optimizer step."""
+    """One collective's bytes on one rank in one optimizer step. textbook: those of a ring over all its ranks; how: what this
+    backend does instead."""
 
     what: str
     collective: str
@@ -31,6 +37,9 @@ class Traffic:
     sent_within: int
     sent_between: int
     formula: str
+    textbook_bytes: int = 0
+    textbook: str = ""
+    how: str = ""
 
     def json(self) -> dict[str, object]:
         return {
@@ -45,33 +54,20 @@ class Traffic:
             "sent_bytes_within": self.sent_within,
             "sent_bytes_between": self.sent_between,
             "formula": self.formula,
+            "textbook_bytes": self.textbook_bytes,
+            "textbook": self.textbook,
+            "how": self.how,
         }
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Ranks that a collective runs over: ``inner`` of them on one node, on ``outer`` nodes."""
-
-    inner: int
-    outer: int
-
-    @property
-    def size(self) -> int:
-        return self.inner * self.outer
-
-
-def _group(members: int, stride: int, per_node: int) -> _Group:
-    """The group of rank 0: every ``stride``-th rank, ``members`` of them, with ``per_node`` ranks on a node."""
-    nodes = {rank * stride // per_node for rank in range(members)}
-    inner = members // len(nodes)
-    return _Group(inner, len(nodes))
+Once = tuple[int, int, int, int]  # payload within and between nodes, sent within and between
 
 
 def _padded(elements: int, parts: int) -> int:
     return -(-elements // parts) * parts
 
 
-def _scatter(elements: int, group: _Group, width: int) -> tuple[int, int, int, int]:
+def _scatter(elements: int, group: Levels, width: int) -> Once:
     """Reduce-scatter of ``elements``, two levels: payload and sent bytes, each within and between nodes."""
     inside = elements * width if group.inner > 1 else 0
     across = elements // group.inner * width if group.outer > 1 else 0
@@ -83,13 +79,13 @@ def _scatter(elements: int, group: _Group, width: int) -> tuple[int, int, int, i
     )
 
 
-def _reduce(elements: int, group: _Group, width: int, by_backend: bool) -> tuple[int, int, int, int]:
+def _reduce(elements: int, group: Levels, width: int, by_backend: bool) -> Once:
     """All-reduce of ``elements`` as the wire does it: payload and sent bytes, each within and between nodes."""
     if group.inner > 1 and group.outer > 1:
         padded = _padded(elements, group.inner)
         part = padded // group.inner
-        a = _scatter(padded, _Group(group.inner, 1), width)
-        b = _reduce(part, _Group(1, group.outer), width, by_backend)
+        a = _scatter(padded, Levels(group.inner, 1), width)
+        b = _reduce(part, Levels(1, group.outer), width, by_backend)
         gathered = part * (group.inner - 1) * width
         return a[0] + part * width, b[1], a[2] + gathered, b[3]
     n = group.size
@@ -103,75 +99,109 @@ def _reduce(elements: int, group: _Group, width: int, by_backend: bool) -> tuple
     return (0, payload, 0, sent) if group.outer > 1 else (payload, 0, sent, 0)
 
 
-def _row(
-    what: str, collective: str, dtype: str, group: _Group, times: int, once: tuple[int, int, int, int], formula: str
-) -> Traffic:
-    a, b, c, d = (times * part for part in once)
-    return Traffic(what, collective, dtype, group.size, times, a, b, c, d, formula)
+RINGS = {"all-reduce": (2, "ring all-reduce: 2 x (n-1)/n"), "scatter": (1, "ring reduce-scatter: (n-1)/n"),
+         "gather": (1, "ring all-gather: (n-1)/n")}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Collective:
+    """What a row of traffic says beside its bytes. ring: a key of RINGS. elements, width: what a ring would send."""
+
+    what: str
+    collective: str
+    dtype: str
+    ring: str
+    elements: int
+    width: int
+    formula: str
+    how: str
+
+    def row(self, group: Levels, times: int, once: Once) -> Traffic:
+        a, b, c, d = (times * part for part in once)
+        factor, name = RINGS[self.ring]
+        textbook = times * (factor * self.elements * self.width * (group.size - 1) // group.size)
+        text = f"{name} x {self.elements} x {self.width} B" + (f", {times} x" if times > 1 else "")
+        return Traffic(self.what, self.collective, self.dtype, group.size, times, a, b, c, d, self.formula, textbook, text,
+                       self.how)  # fmt: skip
 
 
 def traffic(asked: Asked, arch: Arch) -> list[Traffic]:
     """All collectives of gradients and parameters in a step of ``asked.accumulation`` micro-batches."""
-    per_node = asked.ranks // asked.nodes
-    trainable, _ = arch.split(asked.freeze)
-    width = bytes_of(asked.wire)
-    micros = asked.accumulation
-    times = micros if asked.when == "every" else 1
-    how = f"{times} x a step" if times > 1 else "once a step"
+    g, width = groups(asked, arch), bytes_of(asked.wire)
+    times = asked.accumulation if asked.when == "every" else 1
+    often = f"{times} x a step" if times > 1 else "once a step"
     size = asked.shard_size
     out = []
     if asked.engine == "ddp":
         if asked.ranks > 1:
-            everyone = _group(asked.ranks, 1, per_node)
-            once = _reduce(sum(p.count for p in trainable), everyone, width, asked.by_backend)
-            text = f"2 x (n-1)/n x {sum(p.count for p in trainable)} x {width} B, {how}"
-            out.append(_row("gradients", "all-reduce", asked.wire, everyone, times, once, text))
+            everyone = replica_levels(asked)
+            once = _reduce(g.elements, everyone, width, asked.by_backend)
+            text = f"2 x (n-1)/n x {g.elements} x {width} B, {often}"
+            named = _Collective("gradients", "all-reduce", asked.wire, "all-reduce", g.elements, width, text,
+                                _reducing(asked, everyone))  # fmt: skip
+            out.append(named.row(everyone, times, once))
         return out
     if asked.engine == "deepspeed":
-        return _zero(asked, arch, _group(size, 1, per_node)) if size > 1 else []
-    mine = sum(held(p, size) for p in trainable)
-    shard = _group(size, 1, per_node)
+        return _zero(asked, arch, shard_levels(asked)) if size > 1 else []
+    shard = shard_levels(asked)
     if size > 1:
-        once = _scatter(mine * size, shard, width)
-        text = f"(n-1)/n x {mine * size} x {width} B, {how}"
-        out.append(_row("gradients", "reduce-scatter", asked.wire, shard, times, once, text))
+        text = f"(n-1)/n x {g.held * size} x {width} B, {often}"
+        named = _Collective("gradients", "reduce-scatter", asked.wire, "scatter", g.elements, width, text,
+                            _scattering(asked, shard))  # fmt: skip
+        out.append(named.row(shard, times, _scatter(g.held * size, shard, width)))
     if asked.replicas > 1:
-        copies = _group(asked.replicas, size, per_node)
-        once = _reduce(mine, copies, width, asked.by_backend)
-        text = f"2 x (n-1)/n x the shard's {mine} x {width} B, {how}"
-        out.append(_row("gradients", "all-reduce of replicas", asked.wire, copies, times, once, text))
+        copies = replica_levels(asked)
+        once = _reduce(g.held, copies, width, asked.by_backend)
+        text = f"2 x (n-1)/n x the shard's {g.held} x {width} B, {often}"
+        named = _Collective("gradients", "all-reduce of replicas", asked.wire, "all-reduce", g.held, width, text,
+                            _reducing(asked, copies))  # fmt: skip
+        out.append(named.row(copies, times, once))
     if size > 1:
-        out.append(_gathers(asked, arch, shard))
+        out.append(_gathers(asked, arch, g, shard))
     return out
 
 
-def _gathers(asked: Asked, arch: Arch, shard: _Group) -> Traffic:
-    compute = bytes_of(asked.compute)
-    root = blocks = 0
-    for p in arch.params:
-        width = 4 if module_matches(p.name, asked.keep_fp32) else compute
-        size = _padded(p.shape[0], shard.size) * prod(p.shape[1:]) * width
-        if p.block >= 0:
-            blocks += size
-        else:
-            root += size
+def _scattering(asked: Asked, group: Levels) -> str:
+    if asked.by_backend:
+        return "NCCL's reduce-scatter" + (", inside nodes and then between them" if min(group) > 1 else "")
+    text = "an all-to-all of addends, which each rank sums"
+    return text + (", inside nodes and then between them" if min(group) > 1 else "")
+
+
+def _reducing(asked: Asked, group: Levels) -> str:
+    if min(group) > 1:
+        return "scattered inside a node, summed between nodes, gathered inside again"
+    if asked.by_backend:
+        return "NCCL's all-reduce"
+    if group.size == 2:
+        return "the two ranks swap addends"
+    return "an all-to-all of addends, which each rank sums, and a gather of the sums"
+
+
+def _gathers(asked: Asked, arch: Arch, g: Groups, shard: Levels) -> Traffic:
     passes = 2 if asked.stage == 3 else 1
     how = "blocks forward and backward, the rest once" if passes == 2 else "forward only"
-    return _gather_row(asked, shard, root + passes * blocks, asked.accumulation, how)
+    blocks = g.before[-1].copies + g.head.copies
+    exact = sum(p.count for p in arch.params) if not asked.keep_fp32 else 0
+    inside = sum(arch.blocks)
+    elements = exact + (passes - 1) * inside if exact else (g.root.copies + passes * blocks) // bytes_of(asked.compute)
+    return _gather_row(asked, shard, g.root.copies + passes * blocks, asked.accumulation, how, elements)
 
 
-def _gather_row(asked: Asked, shard: _Group, total: int, times: int, how: str) -> Traffic:
-    """total: bytes that are gathered at a time, all ranks' parts together."""
+def _gather_row(asked: Asked, shard: Levels, total: int, times: int, how: str, elements: int) -> Traffic:
+    """total: bytes that are gathered at a time, all ranks' parts together; elements: of them, what is no padding."""
     sent = total * (shard.size - 1) // shard.size
     # A ring over nodes: one rank in `inner` sends to another node, the others inside their own.
     between = sent // shard.inner if shard.outer > 1 else 0
     payload = total // shard.size
     once = (payload, 0, sent, 0) if shard.outer == 1 else (0, payload, sent - between, between)
     text = f"(n-1)/n x {total} B: {how}, " + (f"{times} x a step" if times > 1 else "once a step")
-    return _row("parameters", "all-gather", asked.compute, shard, times, once, text)
+    named = _Collective("parameters", "all-gather", asked.compute, "gather", elements, bytes_of(asked.compute), text,
+                        "NCCL's or gloo's all-gather, a ring over all ranks")  # fmt: skip
+    return named.row(shard, times, once)
 
 
-def _zero(asked: Asked, arch: Arch, shard: _Group) -> list[Traffic]:
+def _zero(asked: Asked, arch: Arch, shard: Levels) -> list[Traffic]:
     """DeepSpeed's: gradients go to the owners of their elements; parameters are gathered after the step, or at each use."""
     trainable, _ = arch.split(asked.freeze)
     counts, width, stage = [p.count for p in trainable], bytes_of(asked.wire), plan_zero.number(asked)
@@ -190,7 +220,11 @@ def _zero(asked: Asked, arch: Arch, shard: _Group) -> list[Traffic]:
     kind = "reduce-scatter" if stage == 3 else "all-to-all"
     gathered, how = plan_zero.fetched(asked, arch)
     often = asked.accumulation if stage == 3 else 1
+    moves = _scattering(asked, shard) + (
+        "" if stage == 3 else "; DeepSpeed's own sum would be an all-reduce, twice as much"
+    )
+    named = _Collective("gradients", kind, asked.wire, "scatter", sum(counts), width, text, moves)
     return [
-        _row("gradients", kind, asked.wire, shard, times, once, text),
-        _gather_row(asked, shard, gathered * bytes_of(asked.compute), often, how),
+        named.row(shard, times, once),
+        _gather_row(asked, shard, gathered * bytes_of(asked.compute), often, how, gathered),
     ]

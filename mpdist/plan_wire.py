@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpdist.formats import bytes_of
@@ -21,6 +22,7 @@ class Levels(NamedTuple):
         return self.inner * self.outer
 
 
+@functools.cache
 def levels(members: int, stride: int, per_node: int) -> Levels:
     """The group of rank 0: every ``stride``-th rank, ``members`` of them, with ``per_node`` ranks on a node."""
     nodes = {rank * stride // per_node for rank in range(members)}

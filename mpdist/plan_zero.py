@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from mpdist.arch import Arch
 from mpdist.formats import bytes_of
-from mpdist.plan_activations import top
+from mpdist.plan_activations import memo, top
 from mpdist.plan_moments import (
     END,
     FIRST_REDUCTION,
@@ -28,6 +28,7 @@ from mpdist.plan_moments import (
     highest,
     more,
     part_of,
+    step_temporaries,
 )
 
 if TYPE_CHECKING:
@@ -38,9 +39,14 @@ BUCKET = 8 * 2**20  # elements; DeepSpeed's own default is 5e8, gigabytes whatev
 
 def buckets(sizes: Sequence[int]) -> tuple[int, int]:
     """(elements of a bucket, gathered elements from which on stage 3 fetches nothing ahead) for parameters of these sizes."""
-    bucket = min(BUCKET, sum(sizes))
+    return buckets_of(sum(sizes), max(sizes))
+
+
+def buckets_of(total: int, largest: int) -> tuple[int, int]:
+    """The same, of the sum of the sizes and the largest one."""
+    bucket = min(BUCKET, total)
     bucket += bucket % 2
-    return bucket, bucket + max(sizes)
+    return bucket, bucket + largest
 
 
 def share(total: int, ranks: int) -> int:
@@ -66,6 +72,13 @@ def fetched(asked: Asked, arch: Arch) -> tuple[int, str]:
     if asked.stage < 3:
         trainable, _ = arch.split(asked.freeze)
         return asked.ranks * share(sum(p.count for p in trainable), asked.ranks), "after the step"
+    found: tuple[int, str] = memo(
+        arch, ("fetched", BUCKET, asked.ranks, asked.checkpointing), lambda: _fetched(asked, arch)
+    )
+    return found
+
+
+def _fetched(asked: Asked, arch: Arch) -> tuple[int, str]:
     every = {p.name: asked.ranks * -(-p.count // asked.ranks) for p in arch.params}
     if arch.total <= BUCKET:
         return sum(every.values()), "the whole model, which fits a bucket"
@@ -82,27 +95,43 @@ def fetched(asked: Asked, arch: Arch) -> tuple[int, str]:
     return total, text
 
 
+class _Model:
+    """A model's parameters by element counts: of those that train, all, and the frozen ones."""
+
+    def __init__(self, asked: Asked, arch: Arch) -> None:
+        trainable, frozen = arch.split(asked.freeze)
+        self.counts = [p.count for p in trainable]
+        self.every, self.frozen = [p.count for p in arch.params], [p.count for p in frozen]
+        self.trainable, self.largest = sum(self.counts), max(self.every)
+        self.in_block = max(p.count for p in arch.params if p.block >= 0)
+        self.head = max((p.count for p in trainable if p.group == "head"), default=0)
+        self.tied = arch.embedding if arch.tied and any(p.group == "embedding" for p in trainable) else 0
+
+    def cuts(self, stage: int, ranks: int) -> tuple[int, int, int]:
+        """This rank's elements of those that train; at stage 3, which cuts all parameters, of all and of the frozen ones."""
+        return cut(self.counts, stage, ranks), cut(self.every, 3, ranks), cut(self.frozen, 3, ranks)
+
+
 class _Zero:
     """One configuration's sizes, in elements unless they say bytes."""
 
     def __init__(self, asked: Asked, arch: Arch) -> None:
-        trainable, frozen = arch.split(asked.freeze)
         self.asked, self.stage, self.c = asked, number(asked), bytes_of(asked.compute)
-        self.counts = [p.count for p in trainable]
-        self.trainable, self.all = sum(self.counts), arch.total
-        self.mine = cut(self.counts, self.stage, asked.ranks)
-        self.stepping = 0 if asked.fused else 2 * 4 * min(max(self.counts, default=0), self.mine)
-        self.bucket, self.live = buckets([p.count for p in arch.params])
-        self.in_block = max(p.count for p in arch.params if p.block >= 0)
-        self.head = max((p.count for p in trainable if p.group == "head"), default=0)
-        self.tied = arch.embedding if arch.tied and any(p.group == "embedding" for p in trainable) else 0
+        m: _Model = memo(arch, ("zero", asked.freeze), lambda: _Model(asked, arch))
+        self.trainable, self.all, self.in_block = m.trainable, arch.total, m.in_block
+        self.head, self.tied, self.largest = m.head, m.tied, max(m.counts)
+        self.mine, cut_of_all, cut_of_frozen = memo(
+            arch, ("cut", asked.freeze, self.stage, asked.ranks), lambda: m.cuts(self.stage, asked.ranks)
+        )
+        self.stepping = step_temporaries(asked.fused, min(self.largest, self.mine))
+        self.bucket, self.live = buckets_of(arch.total, m.largest)
         host = asked.offload != "none" and asked.device != "cpu"
         self.host, self.all_host = host, host and asked.offload == "all"
         # In FP32 at stage 3 the masters compute, where they lie in the same memory.
         self.shared = self.stage == 3 and self.c == 4 and self.host == self.all_host
         self.working = self.all
         if self.stage == 3:
-            self.working = cut([p.count for p in (frozen if self.shared else arch.params)], 3, asked.ranks)
+            self.working = cut_of_frozen if self.shared else cut_of_all
         # Whole gradients in FP32: on each rank until the last micro-batch.
         several = asked.accumulation > 1
         self.early = self.trainable if asked.when == "last" and several else 0  # when the last one starts
@@ -150,7 +179,7 @@ def held(asked: Asked, arch: Arch) -> Held:
 def _scenes(z: _Zero, play: Play) -> Iterator[Scene]:
     """What comes and goes within a step."""
     whole, twice = (z.c * n for n in z.gathered())
-    sums, largest = 4 * z.mine, max(z.counts)
+    sums, largest = 4 * z.mine, z.largest
     at_once = z.trainable <= z.bucket  # all gradients travel together
     before = sums if z.stage == 3 or (z.stage == 2 and z.asked.accumulation > 1) else 0
     reduced = before if at_once else sums
@@ -180,7 +209,7 @@ def _scenes(z: _Zero, play: Play) -> Iterator[Scene]:
         rows = {**ahead, "activations": play.base(i) + point, "logits": kept, "comm": filling}
         yield part_of(i, play.layers), rows
     end = {"gathered": min(whole, z.c * max(largest, z.in_block)), "activations": play.ids, "comm": leaving(last)}
-    yield STEP, {"gradients": sums, "activations": play.ids, "optimizer_temporaries": 0}
+    yield STEP, {"gradients": sums, "activations": play.ids, "optimizer_temporaries": z.stepping}
     if z.stage == 1:  # those in a bucket are nowhere else
         yield END, {**end, "gradients": before + 4 * (z.trainable - (last if last <= z.bucket else 0))}
         if not at_once:

@@ -1,0 +1,52 @@
+"""The closed formula against a simulation for the published shapes of thirteen families, on eight ranks in BF16."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mpdist import arch, plan, simulate
+from mpdist.config import load
+from mpdist.plan_memory import ledger_of
+
+SHAPES = Path(__file__).resolve().parents[1] / "shapes"
+CASES = [  # shape, tokens in a row, checkpointing
+    ("llama-3.1-8b", 4096, "selective"),
+    ("mistral-7b-v0.1", 2048, "full"),
+    ("qwen3-8b", 4096, "none"),
+    ("gemma-2-9b", 1024, "full"),
+    ("gemma-7b", 2048, "selective"),
+    ("phi-3-mini", 4096, "full"),
+    ("phi-2", 2048, "none"),
+    ("mixtral-8x7b", 4096, "selective"),
+    ("qwen3-30b-a3b", 2048, "full"),
+    ("gpt2", 1024, "none"),
+    ("pythia-1.4b", 2048, "selective"),
+    ("opt-1.3b", 2048, "full"),
+    ("olmo-2-7b", 4096, "none"),
+]
+
+
+@pytest.mark.parametrize(("name", "tokens", "checkpointing"), CASES)
+def test_the_formula_is_what_a_simulation_finds(name: str, tokens: int, checkpointing: str, tmp_path: Path) -> None:
+    config = json.loads((SHAPES / f"{name}.json").read_text())
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        f"name: t\nmodel: {{config: {json.dumps(config)}}}\nmemory: {{checkpointing: {checkpointing}}}\nlaunch: {{device: cpu}}\n"
+        f"data: {{train: [{{path: x.jsonl}}], seq_len: {tokens}, packing: none, tokenizer: bytes}}\n"
+        "batch: {micro: 1, global: 8}\nbudget: {steps: 10}\n"
+    )
+    cfg = load(file, []).config
+    asked = plan.asked_of(cfg, 8, 1)
+    shape = arch.look(None, config)
+    assert isinstance(shape, arch.Arch)
+    found = ledger_of(asked, shape)
+    overhead = next(row.at_peak_bytes for row in found.rows if row.row == "overhead")
+    simulated = simulate.simulate(cfg, asked)
+    assert found.peak_bytes - overhead == pytest.approx(simulated.peak, rel=0.05)
+    for moment, held in simulated.parts.items():
+        assert sum(dict(found.moments)[moment].values()) == pytest.approx(
+            sum(held.values()) + overhead + dict(found.moments)[moment].get("snapshot", 0), rel=0.05
+        ), moment

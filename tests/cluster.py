@@ -123,8 +123,12 @@ class Cluster:
         return state
 
     def hurry(self, job: str, timeout: float = 90) -> None:
-        """Wait until the job is queued again and start it now: Slurm lets two minutes pass after a requeue."""
+        """Wait until the job is queued again and start it now: Slurm lets two minutes pass after a requeue.
+
+        A node takes a job that starts in the second of its end for the one that it has just killed.
+        """
         self.wait(job, "PENDING", timeout=timeout)
+        time.sleep(2)
         self.call("scontrol", "update", f"jobid={job}", "StartTime=now")
 
     def output(self, job: str) -> str:

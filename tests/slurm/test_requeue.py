@@ -94,7 +94,8 @@ def test_at_its_time_limit_it_is_queued_again_and_told_apart(
     run = submitted.run_of(tmp_path)
     cluster.wait(job, "RUNNING")
     cluster.wait(job, "PENDING", timeout=120)
-    cluster.call("scontrol", "update", f"jobid={job}", "TimeLimit=30", "StartTime=now")
+    cluster.call("scontrol", "update", f"jobid={job}", "TimeLimit=30")
+    cluster.hurry(job)
     cluster.wait(job, "COMPLETED", timeout=240)
     assert why(run) == ["its time limit"]
     assert len(reasons(run)) == 1

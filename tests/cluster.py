@@ -317,6 +317,8 @@ class Cluster:
                 stderr=log,
                 start_new_session=True,
             )
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, process.pid, -15)  # see PropagatePrioProcess
         process.returncode = 0  # it is ended by its pid, perhaps by another process: no complaint when it is forgotten
         (self.run / f"{name}.started").write_text(str(process.pid))
 

@@ -39,6 +39,8 @@ KillWait=10
 MinJobAge=3600
 SlurmctldTimeout=30
 SlurmdTimeout=15
+# the daemons go before all else on a busy machine, lest a node count as lost; what they start is as nice as its user
+PropagatePrioProcess=1
 JobRequeue=1
 MailProg=/bin/true
 PreemptType=preempt/partition_prio

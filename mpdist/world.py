@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from mpdist.errors import MachineError
 
+_NO_STEP = 0xFFFFFFF0  # from here on a Slurm step's number means a batch script or an interactive shell
+
 
 @dataclass(frozen=True)
 class World:
@@ -34,7 +36,8 @@ def from_env(env: Mapping[str, str]) -> World | None:
     MachineError where a launcher's variables are there but incomplete or contradict each other, or the other one's.
     """
     # A batch script may see SLURM_PROCID too; only the tasks of a step belong to a world.
-    step = "SLURM_PROCID" in env and (env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID", "")).isdecimal()
+    number = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID", "")
+    step = "SLURM_PROCID" in env and number.isdecimal() and int(number) < _NO_STEP
     if "RANK" in env and "WORLD_SIZE" in env:
         found = _checked(_torchrun(env))
         if step and "SLURM_STEP_NUM_TASKS" in env:
@@ -46,8 +49,8 @@ def from_env(env: Mapping[str, str]) -> World | None:
 def _agree(found: World, env: Mapping[str, str]) -> None:
     """Raises MachineError where the tasks of a step would each train for themselves, in one directory."""
     tasks = _number(env, "SLURM_STEP_NUM_TASKS")
-    if "GROUP_WORLD_SIZE" in env:  # each task is one torchrun, of one world
-        if found.nodes != tasks:
+    if "GROUP_WORLD_SIZE" in env:  # each task is one torchrun, of one world, to which other steps may belong too
+        if found.nodes < tasks:
             raise MachineError(
                 f"torchrun says GROUP_WORLD_SIZE = {found.nodes}, and Slurm says SLURM_STEP_NUM_TASKS = {tasks}",
                 f"srun has started torchrun {tasks} times, and each of these knows of {found.nodes}",

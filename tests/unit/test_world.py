@@ -69,6 +69,16 @@ def test_a_torchrun_for_itself_in_each_task_is_refused_with_both_counts() -> Non
         from_env({**SRUN, **STEP, **TORCHRUN, **alone})
 
 
+def test_torchruns_of_two_steps_of_one_node_each_are_one_world() -> None:
+    world = from_env({**SRUN, **TORCHRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"})
+    assert world is not None
+    assert (world.rank, world.nodes) == (3, 2)
+
+
+def test_an_interactive_shell_is_no_rank() -> None:
+    assert from_env({**SRUN, "SLURM_STEP_ID": "4294967290"}) is None
+
+
 def test_a_rank_left_over_in_the_environment_of_srun_is_refused_with_both_values() -> None:
     left = {"RANK": "0", "WORLD_SIZE": "1"}
     named = "RANK = 0 and WORLD_SIZE = 1, but SLURM_PROCID = 3 and SLURM_STEP_NUM_TASKS = 4"

@@ -103,9 +103,14 @@ def test_the_console_has_rank_0_plain_and_each_rank_its_log(two: tuple[Job, Job,
     assert "step " not in job.log("rank-00001")
 
 
+def of_the_tracker(job: Job) -> list[dict[str, Any]]:
+    """Its warnings; the preflight has one of its own where this CPU only emulates FP16."""
+    return [event for event in left(job).events("warning") if "W&B" in event["reason"]]
+
+
 def test_c100_one_tracker_run_for_two_ranks_drawn_over_steps_tokens_and_seconds(two: tuple[Job, Job, float]) -> None:
     job, _, _ = two
-    assert left(job).events("warning") == []
+    assert of_the_tracker(job) == []
     (folder,) = job.run.glob("wandb/offline-run-*")
     kept = read_offline(folder)
     assert (kept["exit"], kept["run"]["project"]) == (0, "mpdist")
@@ -123,7 +128,7 @@ def test_c100_one_tracker_run_for_two_ranks_drawn_over_steps_tokens_and_seconds(
 
 def test_c102_without_a_server_the_run_is_whole_and_hardly_later(two: tuple[Job, Job, float]) -> None:
     _, job, delay = two
-    (warning,) = left(job).events("warning")
+    (warning,) = of_the_tracker(job)
     assert warning["reason"].startswith("W&B is offline for this session: ")
     assert job.out.count("W&B") == 1
     assert delay < 30

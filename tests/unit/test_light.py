@@ -89,7 +89,10 @@ def config(tmp_path: Path) -> Path:
     [
         ["--help"],
         ["--version"],
-        *([name, "--help"] for name in ("launch", "sweep", "plan", "config", "configs", "prepare", "export")),
+        *(
+            [name, "--help"]
+            for name in ("launch", "sweep", "plan", "config", "configs", "prepare", "fetch", "doctor", "export")
+        ),
     ],
     ids=" ".join,
 )
@@ -102,7 +105,7 @@ def test_help_imports_nothing_but_a_part_of_the_standard_library(tmp_path: Path,
     assert len(names) < 40, sorted(names)
 
 
-@pytest.mark.parametrize("command", ["launch", "config", "plan", "prepare"])
+@pytest.mark.parametrize("command", ["launch", "config", "plan", "prepare", "fetch", "doctor"])
 def test_a_refused_config_imports_the_config_libraries_at_most(tmp_path: Path, config: Path, command: str) -> None:
     status, names = probe(tmp_path, command, str(config), "batch.mirco=3", "optim.lr=fast")
     assert status == 2

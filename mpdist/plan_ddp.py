@@ -44,9 +44,10 @@ class Ddp(Play):
         self.waits = self.loss.head if self.alone or arch.tied else 0
         key = ("travels", asked.freeze, asked.ranks, asked.nodes, asked.wire, asked.sum, asked.by_backend, self.again)
         self.flying, self.on_top = memo(arch, key, self._travels)
-        # Places at which the last buckets of a part leave, beside those at which activations turn.
+        # Blocks at which buckets leave, beside those at which activations turn: the first, and the last of each part.
         ends = [b.last for b in self.buckets if 0 <= b.last < self.layers]
-        self.turns = sorted({*self.turns, *(min((e for e in ends if e >= t), default=t) for t in (0, 1, 2)), *ends[:1]})
+        later = [min(end for end in ends if end >= place) for place in (0, 1, 2) if place <= max(ends, default=-1)]
+        self.turns = sorted({*self.turns, *later, *ends[:1]})
 
     def scenes(self) -> Iterator[Scene]:
         for i in self.turns:

@@ -30,7 +30,9 @@ def names() -> list[str]:
     for folder in FOLDERS:
         if (top / folder).is_dir():
             found += [
-                str(p.relative_to(top)) for p in sorted((top / folder).rglob("*")) if p.suffix in (".yaml", ".sh", ".sbatch")
+                str(p.relative_to(top))
+                for p in sorted((top / folder).rglob("*"))
+                if p.suffix in (".yaml", ".sh", ".sbatch")
             ]
     return found
 

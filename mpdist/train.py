@@ -60,7 +60,9 @@ def loop(s: Session) -> bool:
             s.count.window += 1
         s.passed += 1
         s.passed_tokens += batch.tokens
-        if s.passed == 1 and s.saved_step is None and s.first:  # before any update: what the arms of a sweep have in common
+        if (
+            s.passed == 1 and s.saved_step is None and s.first
+        ):  # before any update: what the arms of a sweep have in common
             s.run.status(first={"loss": out.loss, "label_tokens": batch.labels})
         last = is_done(s, out)
         if out.save_failed:

@@ -68,7 +68,10 @@ GENERATED: dict[str, Callable[[], str]] = {
 }
 
 
-MEASURED = {"agreement": "tests/agreement.py", "planned": "tests/planned.py"}  # parts whose figures come from a run of that program
+MEASURED = {
+    "agreement": "tests/agreement.py",
+    "planned": "tests/planned.py",
+}  # parts whose figures come from a run of that program
 
 
 def written(text: str) -> str:

@@ -139,7 +139,7 @@ class Plan:
                 "bytes": r.rest_bytes,
                 "peak": r.peak_bytes,
                 "formula": r.formula,
-                "error": getattr(r, "error", MARGIN),
+                "error": r.error,
             }
             for r in self.rows
         }
@@ -202,6 +202,8 @@ def _row_json(row: Row) -> dict[str, Any]:
         "peak_bytes": row.peak_bytes,
         "at_peak_bytes": row.at_peak_bytes,
         "formula": row.formula,
+        "source": row.source,
+        "error": row.error,
         **where,
     }
 

@@ -191,11 +191,12 @@ def _traffic(plan: Plan) -> list[str]:
             format_bytes(t.payload_within + t.payload_between),
             format_bytes(t.sent_within),
             format_bytes(t.sent_between),
-            t.formula,
+            format_bytes(t.textbook_bytes),
+            f"{t.formula}: {t.how}",
         )
         for t in plan.traffic
     ]
-    head = ("what", "dtype", "n", "payload", "sent in node", "sent between", "from")
+    head = ("what", "dtype", "n", "payload", "sent in node", "sent between", "a ring's", "from")
     return ["", "traffic of one rank in a step", *_table(head, cells)]
 
 

@@ -100,6 +100,11 @@ class _Model:
 
     def __init__(self, asked: Asked, arch: Arch) -> None:
         trainable, frozen = arch.split(asked.freeze)
+        in_blocks = [0] * (arch.layers + 1)  # the last entry: norms behind the blocks
+        for p in trainable:
+            if p.block >= 0 or p.group == "norm":
+                in_blocks[p.block] += p.count
+        self.behind = [sum(in_blocks[i:]) for i in range(arch.layers + 1)]  # from a block on, to where backward begins
         self.counts = [p.count for p in trainable]
         self.every, self.frozen = [p.count for p in arch.params], [p.count for p in frozen]
         self.trainable, self.largest = sum(self.counts), max(self.every)
@@ -119,6 +124,7 @@ class _Zero:
         self.asked, self.stage, self.c = asked, number(asked), bytes_of(asked.compute)
         m: _Model = memo(arch, ("zero", asked.freeze), lambda: _Model(asked, arch))
         self.trainable, self.all, self.in_block = m.trainable, arch.total, m.in_block
+        self.behind = m.behind
         self.head, self.tied, self.largest = m.head, m.tied, max(m.counts)
         self.mine, cut_of_all, cut_of_frozen = memo(
             arch, ("cut", asked.freeze, self.stage, asked.ranks), lambda: m.cuts(self.stage, asked.ranks)
@@ -136,6 +142,10 @@ class _Zero:
         several = asked.accumulation > 1
         self.early = self.trainable if asked.when == "last" and several else 0  # when the last one starts
         self.width = 4 if self.stage == 1 else self.c  # bytes of a gradient that goes into a bucket
+
+    def filled(self, block: int) -> int:
+        """Stage 3: bytes of the gradients that wait for their bucket to be full once this block's are there."""
+        return self.c * min(self.bucket, self.behind[block] + (0 if self.tied else self.head))
 
     def travelling(self, elements: int) -> int:
         """Bytes while so many gradients are on their way at once, the bucket left out that they may lie in."""
@@ -187,7 +197,7 @@ def _scenes(z: _Zero, play: Play) -> Iterator[Scene]:
     bucket = z.width * z.bucket if z.stage < 3 else 0
     kept = z.c * z.tied  # a tied head's gradient waits for that of the embedding
     first, last = z.head or min(z.in_block, largest), min(max(z.bucket, largest), z.trainable)
-    filling = z.c * min(z.bucket, z.trainable) if z.stage == 3 else bucket
+    filling = bucket
     if z.stage == 1:  # a gradient as computed, and in FP32 before it is added
         filling += (z.c + (4 if z.c < 4 else 0)) * first
 
@@ -202,11 +212,12 @@ def _scenes(z: _Zero, play: Play) -> Iterator[Scene]:
         if tail.part == LOSS:
             yield LOSS, {**ahead, **tail.rows}
         else:
-            rows = {**ahead, **tail.rows, "comm": filling}
+            rows = {**ahead, **tail.rows, "comm": z.filled(play.layers) if z.stage == 3 else filling}
             yield START, more(rows, "logits", kept if tail.passed else 0)
     for i in play.turns:
         point = top(play.a.blocks[i].backward, play.tokens)[0]
-        rows = {**ahead, "activations": play.base(i) + point, "logits": kept, "comm": filling}
+        comm = z.filled(i) if z.stage == 3 else filling
+        rows = {**ahead, "activations": play.base(i) + point, "logits": kept, "comm": comm}
         yield part_of(i, play.layers), rows
     end = {"gathered": min(whole, z.c * max(largest, z.in_block)), "activations": play.ids, "comm": leaving(last)}
     yield STEP, {"gradients": sums, "activations": play.ids, "optimizer_temporaries": z.stepping}

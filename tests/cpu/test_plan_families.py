@@ -1,4 +1,4 @@
-"""The closed formula against a simulation for the published shapes of thirteen families, on eight ranks in BF16."""
+"""The closed formula against a simulation for the published shapes of ten families and more, on eight ranks in BF16."""
 
 from __future__ import annotations
 
@@ -14,22 +14,28 @@ from mpdist.plan_memory import ledger_of
 SHAPES = Path(__file__).resolve().parents[1] / "shapes"
 CASES = [  # shape, tokens in a row, checkpointing
     ("llama-3.1-8b", 4096, "selective"),
-    ("mistral-7b-v0.1", 2048, "full"),
+    ("mistral-7b-v0.1", 4096, "full"),
     ("qwen3-8b", 4096, "none"),
     ("gemma-2-9b", 1024, "full"),
-    ("gemma-7b", 2048, "selective"),
     ("phi-3-mini", 4096, "full"),
     ("phi-2", 2048, "none"),
     ("mixtral-8x7b", 4096, "selective"),
-    ("qwen3-30b-a3b", 2048, "full"),
     ("gpt2", 1024, "none"),
     ("pythia-1.4b", 2048, "selective"),
     ("opt-1.3b", 2048, "full"),
+]
+MORE = [
+    ("gemma-7b", 2048, "selective"),
+    ("qwen3-30b-a3b", 2048, "full"),
     ("olmo-2-7b", 4096, "none"),
+    ("granite-3.1-8b", 2048, "full"),
+    ("qwen1.5-moe-a2.7b", 4096, "selective"),
 ]
 
 
-@pytest.mark.parametrize(("name", "tokens", "checkpointing"), CASES)
+@pytest.mark.parametrize(
+    ("name", "tokens", "checkpointing"), [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
+)
 def test_the_formula_is_what_a_simulation_finds(name: str, tokens: int, checkpointing: str, tmp_path: Path) -> None:
     config = json.loads((SHAPES / f"{name}.json").read_text())
     file = tmp_path / "run.yaml"

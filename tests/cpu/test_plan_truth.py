@@ -11,6 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mpdist import arch, plan, simulate
+from mpdist.arch_families import FAMILIES
 from mpdist.config import load
 from mpdist.plan_activations import How, counted
 from mpdist.plan_memory import ledger_of
@@ -116,6 +117,20 @@ def check(kind: str, fields: dict[str, Any], dtype: torch.dtype, packed: bool, a
         norms = sum(p.count for p in shape.params if p.block == 0 and "norm" in p.name)
         planned += 4 * norms / (ROWS * TOKENS)
     assert planned == pytest.approx(block / (ROWS * TOKENS), rel=0.01)
+
+
+def test_windows_are_those_that_transformers_fills_in() -> None:
+    for kind in FAMILIES:
+        shape, config = arch.from_mapping({"model_type": kind}, "test"), AutoConfig.for_model(kind)
+        assert isinstance(shape, arch.Arch)
+        window = getattr(config, "sliding_window", None) or 0
+        kinds = getattr(config, "layer_types", None) or ["sliding" if window else "full"] * shape.layers
+        assert shape.attends == tuple(window if "sliding" in one else 0 for one in kinds), kind
+    for kind in ("qwen2", "qwen3", "qwen2_moe"):
+        given = {"use_sliding_window": True, "sliding_window": 99, "max_window_layers": 5}
+        shape, config = arch.from_mapping({"model_type": kind, **given}, "test"), AutoConfig.for_model(kind, **given)
+        assert isinstance(shape, arch.Arch)
+        assert shape.attends == tuple(99 if "sliding" in one else 0 for one in config.layer_types), kind
 
 
 # -- moment by moment -----------------------------------------------------------------------------------------------

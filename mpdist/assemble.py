@@ -302,7 +302,10 @@ def save_hf(folder: Path, parts: Parts, cfg: Config) -> None:
     name = cfg.data.tokenizer if cfg.data.tokenizer != "model" else cfg.model.path
     assert name is not None  # the config's rules refuse a random model without a tokenizer of its own
     tokenizer = load_tokenizer(
-        name, chat_template=cfg.data.chat_template, trust_remote_code=cfg.model.trust_remote_code
+        name,
+        chat_template=cfg.data.chat_template,
+        trust_remote_code=cfg.model.trust_remote_code,
+        revision=cfg.model.revision if name == cfg.model.path else None,
     )
     tokenizer.save_pretrained(folder)
     config = parts.source_config

@@ -80,7 +80,11 @@ def embedding_rows(config: Config) -> int | None:
     """Rows of the model's embedding as its config says, or None where it does not."""
     shape: dict[str, Any] | None = config.model.config
     if shape is None and config.model.path is not None:
-        folder = tokenizer_folder(config.model.path, config.model.revision, "model.path")
+        need = hub.Need("model.path", "model", config.model.path, config.model.revision)
+        if hub.is_hub_id(need.name) and need.lacking(weights=False) is None:
+            folder = need.folder  # of a model that need not have a tokenizer
+        else:
+            folder = tokenizer_folder(need.name, need.revision, need.key)
         try:
             shape = json.loads(((folder or Path()) / "config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):

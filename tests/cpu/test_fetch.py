@@ -69,7 +69,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 def server(model: dict[str, bytes]) -> Iterator[HubServer]:
     rows = "".join(json.dumps({"text": f"the cat {i} sat on the mat"}) + "\n" for i in range(60))
     data = {"train.jsonl": rows.encode(), "README.md": b""}
-    with HubServer({"models/me/tiny": model, "datasets/me/Some-Rows": data}) as server:
+    bare = {name: body for name, body in model.items() if "token" not in name}
+    with HubServer({"models/me/tiny": model, "models/me/bare": bare, "datasets/me/Some-Rows": data}) as server:
         yield server
 
 
@@ -156,6 +157,19 @@ def test_a_rank_trains_from_what_was_fetched_without_opening_a_socket(fetched: S
     assert fetched.called == []
     assert "each rank reads its rows" in (fetched.folder / "runs/run/sessions/0001/env.json").read_text()
     assert json.loads((fetched.folder / "runs/run/status.json").read_text())["step"] == 2
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [["model.path=me/bare", "data.tokenizer=bytes"], ["model.revision=v1"]],
+    ids=["a model without a tokenizer", "a revision"],
+)
+def test_so_it_does_with(fetched: Shell, config: Path, settings: list[str]) -> None:
+    assert fetched.run("fetch", config, *settings).returncode == 0
+    (fetched.folder / "hf/hub/models--me--tiny/refs/main").unlink()  # nothing may fall back to what else is here
+    done = fetched.run(config, *settings, **alone(HF_ENDPOINT=NOWHERE))
+    assert done.returncode == 0, done.stderr
+    assert fetched.called == []
 
 
 def test_prepared_on_the_login_node_is_found_prepared_by_the_rank(fetched: Shell, config: Path) -> None:

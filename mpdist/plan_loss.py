@@ -78,6 +78,8 @@ def _own_logits(arch: Arch, c: int, tokens: int, rows: int, trains: bool) -> Los
     # Capping divides, bends and multiplies, and the bending (tanh) keeps its result; scaling keeps nothing.
     stays = whole if arch.model_type.startswith("gemma") else 0
     head = arch.vocab * arch.hidden * c if trains else 0
-    making = 2 * whole + rows * arch.vocab * 4 + 8 * rows
+    # A chunk's FP32 image is still named while the next one is made.
+    wide = (rows + min(rows, tokens - rows)) * arch.vocab * 4
+    making = 2 * whole + wide + 8 * rows
     text = f"the model's own logits: {tokens} x {arch.vocab} x {c} B, 2 for the loss + {rows} rows x 4 B a logit"
     return Loss(making, whole + stays, whole, 0, head, whole, stays + 2 * whole, text)

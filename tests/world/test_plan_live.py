@@ -12,7 +12,7 @@ import worlds
 
 from mpdist import arch, ledger, plan_zero
 from mpdist.plan import STATES
-from mpdist.plan_memory import MARGIN, Asked, rows
+from mpdist.plan_memory import Asked, rows
 from mpdist.plan_traffic import traffic
 
 pytestmark = pytest.mark.world
@@ -261,7 +261,7 @@ def test_a_window_hands_over_the_planned_bytes_and_peaks_where_planned(
     assert measured(live) == planned_states(asked, described())
     found, total, _ = rows(asked, described())
     total -= next(row.at_peak_bytes for row in found if row.row == "overhead")
-    assert total == pytest.approx(peak, rel=MARGIN)
+    assert total == pytest.approx(peak, rel=0.05 if asked.engine == "deepspeed" else 0.01)
     if asked.engine == "deepspeed":  # which makes buffers of its own, and nothing else may be left of them
         gone = {"overhead", "snapshot"} | ({"gradients"} if asked.stage < 3 else set())
         assert sum(row.rest_bytes for row in found if row.row not in gone) == pytest.approx(rest, rel=0.002)

@@ -14,6 +14,7 @@ from mpdist.compare.pairs import pair, withheld
 from mpdist.compare.tree import Arm, Comparison, Defect, Note, Pair, Run
 from mpdist.compare.verdict import verdict
 from mpdist.errors import UsageError
+from mpdist.sweep_file import Sweep
 
 WARMUP = 2  # windows, as the logged rates leave out
 AROUND = (
@@ -40,9 +41,32 @@ def compare(
 
     Where `refused` is not empty, nothing was compared: there are arms, and no pairs. Raises UsageError.
     """
-    wanted = gates.parse(gate)
     runs = read.runs(paths)
-    grouping = arming.group(runs, read.sweep_of([run.path for run in runs]), treatment, against)
+    sweep = read.sweep_of([run.path for run in runs])
+    asked: dict[str, Any] = {
+        "treatment": treatment,
+        "allow": allow,
+        "against": against,
+        "warmup": warmup,
+        "target": target,
+    }
+    return analyse(runs, sweep, **asked, gate=gate)
+
+
+def analyse(
+    runs: Sequence[Run],
+    sweep: Sweep | None,
+    *,
+    treatment: Sequence[str] = (),
+    allow: Sequence[str] = (),
+    against: str | None = None,
+    warmup: int = WARMUP,
+    target: float | None = None,
+    gate: Sequence[str] = (),
+) -> Comparison:
+    """As `compare`, of runs that have been read."""
+    wanted = gates.parse(gate)
+    grouping = arming.group(runs, sweep, treatment, against)
     refused, allowed = fairness.sort(fairness.differences(grouping), allow)
     warm = windows.warm(runs, warmup)
     built = [

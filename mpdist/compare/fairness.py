@@ -225,21 +225,13 @@ def dtypes(run: Run) -> dict[str, str]:
 def _held(arms: Grouping, told: Told) -> Iterator[Difference]:
     runs = [run for one in arms.groups for run in one.runs]
     for name, causes in HELD.items():
-        as_asked = not causes and all(dtypes(run).get(name) in (None, _asked(run)) for run in runs)
+        as_asked = not causes and all(dtypes(run).get(name) in (None, fed.masters_asked(run)) for run in runs)
         if not as_asked and not told(causes):
             yield from _distinct(arms.groups, name, _dtype(name))
 
 
 def _dtype(name: str) -> Callable[[Run], Any]:
     return lambda run: dtypes(run).get(name, "none" if run.ledger else _MISSING)
-
-
-def _asked(run: Run) -> str:
-    """The dtype that masters and moments have by the settings."""
-    pure = run.values["precision.master"] == "compute"
-    return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[
-        run.values["precision.compute"] if pure else "fp32"
-    ]
 
 
 # -- what is worth knowing and stops nothing ------------------------------------------------------------------------------------

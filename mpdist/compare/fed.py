@@ -18,7 +18,7 @@ def differences(arms: Grouping, told: Callable[[Sequence[str]], bool]) -> Iterat
     """At most one of each kind. told: whether a setting that decides it differs already."""
     own = arms.group(arms.reference)
     checks: list[tuple[tuple[str, ...], Callable[[Run, Run], Difference | None]]] = [
-        (("model", "checkpoint.resume", "precision.master", "precision.compute"), _weights),
+        (("model", "checkpoint.resume"), _weights),
         (("model", "checkpoint.resume", "data", "batch.global"), _first_loss),
         (("data", "batch.global"), _order),
         (("data", "batch.global"), _labels),
@@ -45,7 +45,16 @@ def _fact(a: Run, b: Run, name: str, key: str) -> Difference | None:
 
 
 def _weights(a: Run, b: Run) -> Difference | None:
-    return _fact(a, b, "initial_weights", "model.initial_weights")
+    """Masters that were asked for in two dtypes do not hold the same bits."""
+    return _fact(a, b, "initial_weights", "model.initial_weights") if masters_asked(a) == masters_asked(b) else None
+
+
+def masters_asked(run: Run) -> str:
+    """The dtype that masters and moments have by the settings."""
+    pure = run.values["precision.master"] == "compute"
+    return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[
+        run.values["precision.compute"] if pure else "fp32"
+    ]
 
 
 def _first_loss(a: Run, b: Run) -> Difference | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from mpdist.compare import match
 from mpdist.compare.figures import mean
-from mpdist.compare.intervals import drift, gap, quantiles, ratio
+from mpdist.compare.intervals import drift, gap, quantiles, ratio, speed_ratio
 from mpdist.compare.tree import Arm, AtStep, AtTime, Estimate, Pair, Run, ToLoss
 from mpdist.compare.windows import Stretch, rate, stretches
 
@@ -41,7 +41,7 @@ def pair(arm: Arm, reference: Arm, warm_step: int | None, target: float | None) 
         matched_seconds=_at_times(couples, warm_step),
         to_loss=_to_loss(couples, warm_step, target),
         speed=speed.judged, basis=speed.basis, speed_all=_ratio(speed.all), speed_undisturbed=_ratio(speed.undisturbed),
-        seeds_all=speed.all, seeds_undisturbed=speed.undisturbed,
+        seeds_all=tuple(a / b for a, b in speed.all), seeds_undisturbed=tuple(a / b for a, b in speed.undisturbed),
         drift=drift(curves), withheld="",
         residual=tuple(
             (step, mean(values), min(values), max(values))
@@ -162,10 +162,10 @@ def _to_loss(couples: Sequence[Couple], warm_step: int | None, target: float | N
 
 @dataclass(frozen=True)
 class Speeds:
-    """Each seed's ratio of speeds, of all steps and of undisturbed ones (none where there are too few)."""
+    """Each seed's speeds, (arm, reference), of all steps and of undisturbed ones (none where there are too few)."""
 
-    all: tuple[float, ...] = ()
-    undisturbed: tuple[float, ...] = ()
+    all: tuple[tuple[float, float], ...] = ()
+    undisturbed: tuple[tuple[float, float], ...] = ()
     busy: bool = False
 
     @property
@@ -177,8 +177,8 @@ class Speeds:
         return _ratio(self.undisturbed if self.basis == UNDISTURBED else self.all)
 
 
-def _ratio(seeds: Sequence[float]) -> Estimate | None:
-    return ratio([math.log(one) for one in seeds]) if seeds else None
+def _ratio(seeds: Sequence[tuple[float, float]]) -> Estimate | None:
+    return speed_ratio([own for own, _ in seeds], [other for _, other in seeds]) if seeds else None
 
 
 def _speed(couples: Sequence[Couple], warm_step: int | None) -> Speeds:
@@ -190,18 +190,17 @@ def _speed(couples: Sequence[Couple], warm_step: int | None) -> Speeds:
     if warm_step is None:
         return Speeds()
     found = [[stretches(run, warm_step) for run in (one.arm, one.other)] for one in couples]
-    rates = [[rate(own) for own in two] for two in found]
-    if not all(one for two in rates for one in two):
+    every = [(rate(a) or 0.0, rate(b) or 0.0) for a, b in found]
+    if not all(a > 0 and b > 0 for a, b in every):
         return Speeds()
-    every = tuple((a or math.nan) / (b or math.nan) for a, b in rates)
     if min(len(own) for two in found for own in two) < FEW:
-        return Speeds(every)
+        return Speeds(tuple(every))
     quick = []
     for (a, b), one in zip(found, couples, strict=True):
         tenths = [quantiles(_per_token(own), (TENTH,))[0] for own in (a, b)]
-        quick.append(tenths[1] * _tries(one.other, warm_step) / (tenths[0] * _tries(one.arm, warm_step)))
+        quick.append((1 / (tenths[0] * _tries(one.arm, warm_step)), 1 / (tenths[1] * _tries(one.other, warm_step))))
     spreads = [quantiles(_per_token(own), (0.1, 0.9)) for two in found for own in two]
-    return Speeds(every, tuple(quick), quantiles([high / low for low, high in spreads], (0.5,))[0] > BUSY)
+    return Speeds(tuple(every), tuple(quick), quantiles([high / low for low, high in spreads], (0.5,))[0] > BUSY)
 
 
 def _per_token(own: Sequence[Stretch]) -> list[float]:

@@ -51,7 +51,7 @@ def _headline(found: Comparison) -> list[str]:
         f"{found.warmup_step} (warm-up of {found.warmup} windows, in all arms alike)"
     )
     lines.append(
-        f"intervals  t over seeds, {1 - found.level:.1%} each, so that the claims on an arm (speed, loss, drift) hold together at 95 %"
+        f"intervals  t over seeds, losses paired; {1 - found.level:.1%} each, so that an arm's claims (speed, loss, drift) keep 95 %"
     )
     return lines
 

@@ -91,7 +91,18 @@ def config(tmp_path: Path) -> Path:
         ["--version"],
         *(
             [name, "--help"]
-            for name in ("launch", "sweep", "plan", "config", "configs", "prepare", "fetch", "doctor", "export")
+            for name in (
+                "launch",
+                "sweep",
+                "compare",
+                "plan",
+                "config",
+                "configs",
+                "prepare",
+                "fetch",
+                "doctor",
+                "export",
+            )
         ),
     ],
     ids=" ".join,

@@ -87,8 +87,8 @@ def _rate(text: str) -> float:
         found = float(text)
     except ValueError:
         found = 0.0
-    if not 0 < found < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    if not 1e-3 <= found <= 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 (TFLOP/s, from 0.001 to a million)")
     return found
 
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from mpdist.arch import Arch, Unknown, look
 from mpdist.config.load import COMMAND_LINE
@@ -167,7 +167,7 @@ def _draw(plan: Plan, file: str, pairs: Sequence[Mapping[str, Any]] = ()) -> Non
 def show(folder: str, as_json: bool, html: str | None = None) -> int:
     """What a run planned and what it measured, row by row. Raises UsageError where the folder holds no run."""
     path = Path(folder)
-    plan, rows = _read(path / "plan.json"), list[dict[str, Any]]()
+    plan, rows = _checked_plan(path / "plan.json"), list[dict[str, Any]]()
     if (path / "ledger.json").exists():
         rows = _checked(path / "ledger.json")
     pairs = beside(rows)
@@ -195,14 +195,36 @@ def _read(file: Path) -> dict[str, Any]:
     return found
 
 
+def _checked_plan(file: Path) -> dict[str, Any]:
+    """plan.json of a run, with what is read of it here as it should be."""
+    found = _read(file)
+    rows, ranks, nodes = found.get("rows"), found.get("ranks"), found.get("nodes")
+    good = (
+        isinstance(rows, list)
+        and all(isinstance(r, dict) and isinstance(r.get("row"), str) and _is_size(r.get("rest_bytes")) for r in rows)
+        and _is_size(ranks)
+        and _is_size(nodes)
+        and 0 < nodes <= ranks
+        and ranks % nodes == 0
+        and found.get("device") in ("cpu", "cuda")
+    )
+    if not good:
+        raise UsageError(f"{file} cannot be read", "it is no plan of a run", "plan the run's config.yaml instead")
+    return found
+
+
+def _is_size(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
 def _checked(file: Path) -> list[dict[str, Any]]:
     rows = _read(file).get("rows")
     good = isinstance(rows, list) and all(
         isinstance(r, dict)
         and isinstance(r.get("row"), str)
         and isinstance(r.get("rank"), int)
-        and isinstance(r.get("measured_bytes"), int | None)
-        and isinstance(r.get("planned_bytes"), int | None)
+        and isinstance(r.get("dtype"), str | None)
+        and all(r.get(key) is None or _is_size(r[key]) for key in ("measured_bytes", "planned_bytes"))
         for r in rows
     )
     if not good:

@@ -184,6 +184,9 @@ def test_a_runs_plan_stands_beside_its_ledger(config: str, tmp_path: Path, capsy
     assert data["plan"]["ranks"] == 4
 
 
+PLAN = '{"rows": [], "ranks": 2, "nodes": 1, "device": "cpu"}'
+
+
 @pytest.mark.parametrize(
     ("files", "said"),
     [
@@ -191,8 +194,15 @@ def test_a_runs_plan_stands_beside_its_ledger(config: str, tmp_path: Path, capsy
         ({"ledger.json": '{"rows": []}'}, "is no run directory"),
         ({"plan.json": "{"}, "plan.json cannot be read"),
         ({"plan.json": "[]"}, "it holds no JSON object"),
-        ({"plan.json": "{}", "ledger.json": '{"rows": [{"row": 1}]}'}, "its rows are not a ledger's"),
-        ({"plan.json": "{}", "ledger.json": "{}"}, "its rows are not a ledger's"),
+        ({"plan.json": "{}"}, "it is no plan of a run"),
+        ({"plan.json": PLAN.replace('"nodes": 1', '"nodes": 0')}, "it is no plan of a run"),
+        ({"plan.json": PLAN.replace("[]", "[{}]")}, "it is no plan of a run"),
+        ({"plan.json": PLAN, "ledger.json": '{"rows": [{"row": 1}]}'}, "its rows are not a ledger's"),
+        ({"plan.json": PLAN, "ledger.json": "{}"}, "its rows are not a ledger's"),
+        (
+            {"plan.json": PLAN, "ledger.json": '{"rows": [{"row": "parameters", "rank": 0, "measured_bytes": -5}]}'},
+            "its rows are not a ledger's",
+        ),
     ],
 )
 def test_a_wrong_directory_is_a_clean_error(

@@ -17,7 +17,13 @@ from mpdist.plan_moments import how_of
 from mpdist.plan_tape import Tape, Value
 
 SHAPES = sorted((Path(__file__).resolve().parents[1] / "shapes").glob("*.json"))
-SMALL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 96}
+SMALL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "vocab_size": 96,
+}
 
 
 def shape(kind: str = "llama", **more: object) -> arch.Arch:

@@ -14,7 +14,7 @@ from mpdist.record import read_metrics
 
 TOP = Path(__file__).resolve().parents[1]
 SCRIPT = TOP / "slurm" / "train.sbatch"
-STEPS = 40
+STEPS = 30
 NODES = ("--nodes=2", "--cpus-per-task=2")
 
 

@@ -61,8 +61,8 @@ def test_what_was_submitted_is_kept_and_says_how_to_watch_stop_and_resume(cluste
     assert "OMP_NUM_THREADS" in kept["variables"]
     assert "=" not in "".join(kept["variables"])
     assert (run / "slurm" / "0001" / "train.sbatch").read_text() == submitted.SCRIPT.read_text()
-    assert "done at step 40" in (run / "slurm" / f"{job}.log").read_text()
-    assert "step 40/40" in cluster.output(job)
+    assert f"done at step {submitted.STEPS}" in (run / "slurm" / f"{job}.log").read_text()
+    assert f"step {submitted.STEPS}/{submitted.STEPS}" in cluster.output(job)
     for told in (
         f"submitted job {job}: 2 nodes x 2 ranks",
         f"squeue --job={job}",

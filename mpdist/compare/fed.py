@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from mpdist import arch, sweep_first
 from mpdist.compare.arms import Grouping
 from mpdist.compare.tree import Difference, Run
+from mpdist.errors import MpdistError
+from mpdist.formats import FORMATS
+from mpdist.lines import number
 
+DEEP = 100  # layers: more than most models have
 OVERFLOW = "non-finite gradients"  # as a skip event has it; at an unchanged scale the window is not tried again
-# Of the first loss: by how much a format may move it. One unit roundoff, of what a mean over many tokens has much less.
-ROUNDING = {"fp32": 1e-5, "bf16": 2.0**-8, "fp16": 2.0**-11, "tf32": 2.0**-11}
 
 
 def differences(arms: Grouping, told: Callable[[Sequence[str]], bool]) -> Iterator[Difference]:
@@ -74,7 +79,7 @@ def _recorded(a: Run, b: Run) -> bool:
 
 
 class First(NamedTuple):
-    """Training losses at step 1, before any update. allowed: the largest relative gap that the two formats explain."""
+    """Losses of the first attempt, before any update. allowed: the largest relative gap that the two formats explain."""
 
     mine: float
     other: float
@@ -86,14 +91,43 @@ class First(NamedTuple):
 
 
 def first_loss(run: Run, other: Run) -> First | None:
-    """None where the two did not log step 1."""
-    rows = [one.train[0] for one in (run, other)]
-    if any(row["step"] != 1 or "train/loss" not in row for row in rows):
+    """None where one was not recorded, or where dropout draws each format its own masks. The bound is the sweep's."""
+    mine, theirs = _first(run), _first(other)
+    if mine is None or theirs is None or not theirs or not math.isfinite(theirs):
         return None
-    allowed = [
-        ROUNDING["tf32" if one.values["precision.tf32"] else one.values["precision.compute"]] for one in (run, other)
-    ]
-    return First(float(rows[0]["train/loss"]), float(rows[1]["train/loss"]), max(allowed))
+    shape = json.dumps(
+        {key.removeprefix("model.config."): v for key, v in run.values.items() if key.startswith("model.config.")}
+    )
+    blocks, dropout = _layers(run.values.get("model.path"), shape, run.values.get("model.revision"))
+    if dropout:
+        return None
+    return First(mine, theirs, sweep_first.bound(_eps(run), _eps(other), blocks, min(mine, theirs)) / abs(theirs))
+
+
+def _eps(run: Run) -> float:
+    compute = run.values["precision.compute"]
+    return FORMATS["tf32" if compute == "fp32" and run.values["precision.tf32"] else compute].eps
+
+
+def _first(run: Run) -> float | None:
+    """As the run's status has it, else the loss of step 1."""
+    told = run.status.get("first")
+    if isinstance(told, dict) and "loss" in told:
+        return float(number(told["loss"]))
+    row = run.train[0]
+    return float(row["train/loss"]) if row["step"] == 1 and "train/loss" in row else None
+
+
+@functools.cache
+def _layers(path: str | None, shape: str, revision: str | None) -> tuple[int, bool]:
+    """Blocks of the model, and whether it has dropout; a shape that nobody knows here is taken for a deep one without."""
+    try:
+        known = arch.look(path, json.loads(shape) or None, revision)
+    except MpdistError:
+        return DEEP, False
+    if not isinstance(known, arch.Arch):
+        return DEEP, False
+    return known.layers, bool(known.attention_dropout or known.hidden_dropout)
 
 
 def _order(a: Run, b: Run) -> Difference | None:

@@ -82,7 +82,8 @@ def analyse(
         )
     found: tuple[Defect, ...] = () if refused else tuple(defects.find(built, reference))
     pairs = () if refused else _pairs(built, reference, warm, target, grouping.control)
-    verdicts = tuple(verdict(one, reference, found, one.arm == grouping.control) for one in pairs)
+    by_name = {arm.name: arm for arm in built}
+    verdicts = tuple(verdict(one, by_name[one.arm], reference, found, one.arm == grouping.control) for one in pairs)
     notes = [*grouping.notes, *fairness.notes(grouping), *_notes(built, pairs, warm)]
     return Comparison(
         treatment=grouping.treatment, varied=grouping.varied, reference=grouping.reference, control=grouping.control,

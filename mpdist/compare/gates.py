@@ -205,6 +205,10 @@ def _judge(gate: Gate, of: Sides, defects: Sequence[Defect]) -> GateResult:
 
     if spoilt:
         return result(None, f"withheld: {spoilt[0].name} in {spoilt[0].run}")
+    for run in of.arm.diverged:
+        return result(False, f"{run.name} diverged at step {run.steps:,}")
+    for run in of.arm.unfinished:
+        return result(None, f"{run.name} is {run.state} at step {run.steps:,}")
     if found is None:
         return result(None, "not measured")
     if not math.isfinite(found.value):

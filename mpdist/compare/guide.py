@@ -144,6 +144,8 @@ RULES: tuple[Rule, ...] = (
          lambda f: f.asked("reduce.wire") != "fp32" and f.loss_ok and f.computes[0] == f.computes[1] and not f.defects,
          "take it where ranks wait for the network: {f.bytes}, loss gap {f.loss}; keep reduce.sum: fp32, whose rounding does not grow "
          "with the ranks", _WIRE),
+    Rule("an arm that diverged", lambda f: f.verdict.loss == "diverged",
+         "do not train in it as it stands: the reason is in its status.json and events.jsonl", _AMP),
     Rule("a loss that is higher", lambda f: f.verdict.loss == "higher",
          "what is gained costs loss: {f.loss}; keep the reference, or find the part that needs FP32 (precision.keep_fp32)", _AMP),
     Rule("a gap that grows", lambda f: f.verdict.drift == "up",

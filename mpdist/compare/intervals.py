@@ -87,7 +87,7 @@ def _raised(found: Estimate) -> Estimate:
     """Of logarithms, the same of what they are the logarithms of."""
 
     def up(value: float) -> float:
-        return math.exp(value) if value < 700 else math.inf
+        return math.inf if value > 700 else math.exp(value)
 
     seen = None if found.detectable is None else math.expm1(min(found.detectable, 700.0))
     return replace(found.mapped(up, 1.0), detectable=seen)

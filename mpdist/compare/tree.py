@@ -195,6 +195,15 @@ class Arm:
     def seeds(self) -> tuple[int, ...]:
         return tuple(run.seed for run in self.runs)
 
+    @property
+    def diverged(self) -> tuple[Run, ...]:
+        return tuple(run for run in self.runs if run.state == "diverged")
+
+    @property
+    def unfinished(self) -> tuple[Run, ...]:
+        """Runs that are under way, were stopped, or failed."""
+        return tuple(run for run in self.runs if run.state in ("running", "preempted", "failed"))
+
     def run(self, seed: int) -> Run:
         return next(run for run in self.runs if run.seed == seed)
 
@@ -303,8 +312,8 @@ class Pair:
 
 @dataclass(frozen=True)
 class Verdict:
-    """speed: faster, slower, no difference seen, withheld or unknown. loss: higher, lower, no difference seen, withheld or
-    unknown. drift: up, down, none seen or unknown. alarms: the claims of a difference among the three."""
+    """speed: faster, slower, no difference seen, withheld or unknown. loss: higher, lower, diverged, or one of the last three.
+    drift: up, down, none seen or unknown. alarms: the claims of a difference among the three."""
 
     arm: str
     against: str
@@ -315,7 +324,7 @@ class Verdict:
 
     @property
     def alarms(self) -> tuple[str, ...]:
-        claims = {"speed": ("faster", "slower"), "loss": ("higher", "lower"), "drift": ("up", "down")}
+        claims = {"speed": ("faster", "slower"), "loss": ("higher", "lower", "diverged"), "drift": ("up", "down")}
         return tuple(name for name, words in claims.items() if getattr(self, name) in words)
 
 

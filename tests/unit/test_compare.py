@@ -245,6 +245,27 @@ def test_runs_of_two_lengths_are_matched_where_the_shorter_ends() -> None:
     assert any("100 to 150 steps" in note.text for note in both.notes)
 
 
+def test_an_arm_that_diverged_is_a_result_and_holds_no_gate() -> None:
+    made = [Made("fp32-seed0", steps=40), Made("fp32-seed1", 1, steps=40), Made("fp16-seed0", steps=40, settings=FP16)]
+    made.append(
+        Made("fp16-seed1", 1, steps=30, settings=FP16, status={"state": "diverged", "reason": "20 attempts in a row"})
+    )
+    made[3].rows[-1]["eval/loss"] = float("nan")
+    both = found(*made, gate=["loss_gap<=1%"])
+    assert both.verdicts[0].loss == "diverged"
+    assert both.verdicts[0].alarms == ("loss",)
+    assert "DIVERGED: fp16-seed1 at step 30 of 2 runs" in both.verdicts[0].line
+    assert [(one.holds, one.text) for one in both.gates] == [(False, "fp16-seed1 diverged at step 30")]
+    assert "an arm that diverged" in [advice.rule for advice in both.guide]
+    made[3].status["state"] = "running"
+    running = found(*made, gate=["loss_gap<=1%"])
+    assert [(one.holds, one.text) for one in running.gates] == [(None, "fp16-seed1 is running at step 30")]
+    assert running.pairs[0].judged is not None
+    told = running.pairs[0].judged.eval_loss_gap
+    assert told is not None
+    assert (told.low, told.why) == (None, "a value is not finite")
+
+
 def test_a_residual_that_grows_is_a_drift() -> None:
     made = three()
     for one, slope in zip(made[1::2], (1.0, 1.1, 0.9), strict=True):

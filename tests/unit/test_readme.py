@@ -16,6 +16,7 @@ import pytest
 
 from mpdist import cli, errors
 from mpdist.clock import LABELS
+from mpdist.compare.gates import QUANTITIES
 from mpdist.config import compat, load
 from mpdist.config.describe import find, reference
 from mpdist.config.rules import SUPPORT
@@ -56,7 +57,17 @@ def _resume() -> str:
     return _table(["may change", "keys"], rows)
 
 
+def _gates() -> str:
+    units = {"": "none", "bytes": "bytes such as `80GiB`"}
+    rows = [
+        [f"`{name}`", ", ".join(units.get(unit, f"`{unit}`") for unit in quantity.units), quantity.meaning]
+        for name, quantity in QUANTITIES.items()
+    ]
+    return _table(["quantity", "unit", ""], rows)
+
+
 GENERATED: dict[str, Callable[[], str]] = {
+    "gates": _gates,
     "commands": lambda: _table(
         ["command", ""], [[f"`mpdist {name}`", summary] for name, (_, summary) in cli.COMMANDS.items()]
     ),

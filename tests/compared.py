@@ -197,9 +197,15 @@ def _plain(row: Mapping[str, Any]) -> dict[str, Any]:
 # -- noise -------------------------------------------------------------------------------------------------------------
 
 
-def step_times(draw: np.random.Generator, steps: int, kind: str = "moderate", block: int = 10) -> np.ndarray:
-    """Seconds of each step, in blocks of consecutive steps of real runs, so that what disturbs one disturbs its neighbours."""
+def step_times(
+    draw: np.random.Generator, steps: int, kind: str = "moderate", block: int = 10, mixed: bool = True
+) -> np.ndarray:
+    """Seconds of each step, in blocks of consecutive steps of real runs, so that what disturbs one disturbs its neighbours.
+
+    mixed: blocks of all runs, as a run sees that outlasts any disturbance; else of one, whose mood is then this run's.
+    """
     pool = [np.asarray(one) for one in noise()[kind]]
+    pool = pool if mixed else [pool[draw.integers(len(pool))]]
     found: list[float] = []
     while len(found) < steps:
         one = pool[draw.integers(len(pool))]

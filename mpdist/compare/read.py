@@ -19,12 +19,12 @@ def runs(paths: Sequence[str]) -> list[Run]:
     Raises UsageError for what is no run, cannot be read, or has not made a step. Of a sweep's runs those that have not
     made one yet are left out.
     """
-    found: dict[Path, None] = {}
+    found: dict[Path, Path] = {}  # where it really is -> as it is called
     for text in paths:
         path = Path(text)
         for one in [path] if (path / "config.yaml").is_file() else _inside(path):
-            found.setdefault(one.resolve())
-    return [read(path) for path in found]
+            found.setdefault(one.resolve(), one.absolute())
+    return [read(path) for path in found.values()]
 
 
 def sweep_of(paths: Sequence[Path]) -> sweep_file.Sweep | None:

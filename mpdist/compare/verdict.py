@@ -34,6 +34,8 @@ def number(value: float) -> str:
 
 def times(value: float) -> str:
     """A ratio: 1.93, or 0.971 where the third digit is what matters."""
+    if not 0.005 <= value < 1000:
+        return f"{value:.2g}"
     return f"{value:.3f}" if abs(value - 1) < 0.1 else f"{value:.2f}"
 
 

@@ -143,6 +143,12 @@ def test_what_is_written_is_what_is_read(tmp_path: Path) -> None:
     assert {k: v for k, v in vars(one).items() if k != "path"} == {k: v for k, v in vars(two).items() if k != "path"}
 
 
+def test_a_run_counts_once_and_keeps_the_name_that_it_is_called_by(tmp_path: Path) -> None:
+    path = Made("run", steps=4).write(tmp_path)
+    (tmp_path / "fp32-seed0").symlink_to(path)
+    assert [run.name for run in read.runs([str(tmp_path / "fp32-seed0"), str(path), str(path)])] == ["fp32-seed0"]
+
+
 def test_superseded_work_does_not_count(tmp_path: Path) -> None:
     made = Made("fp32-seed0", steps=6, eval_every=0)
     path = made.write(tmp_path)

@@ -3,6 +3,8 @@
     read      what a run left behind, as it stands               -> tree.Run
     arms      which runs are one arm, who is the reference         -> tree.Arm
     fairness  what differs and is not the treatment                -> tree.Difference
+    fed       whether runs of a seed began and were fed alike      (a part of fairness)
+    figures   one arm's own figures                                -> tree.Arm
     windows   train seconds and tokens window by window            (speed and its spread)
     match     the same step, the same second, the same loss
     intervals intervals, power, drift: scipy's

@@ -208,7 +208,7 @@ def _requeue(argv: Sequence[str]) -> int:
         "requeue",
         "At the end of a batch script: queue its job again if the run was stopped early with everything saved and its\n"
         "requeues (slurm.requeues) are not used up. Returns the run's own status, not srun's.",
-        f"example, as in slurm/train.sbatch:\n  exec mpdist requeue --step-status $? run.yaml\n\n{_OVERRIDES}",
+        f"example, as in slurm/train.sbatch:\n  mpdist requeue --step-status $? run.yaml\n\n{_OVERRIDES}",
     )
     _with_config(parser)
     _with_seed(parser)

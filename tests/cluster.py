@@ -246,6 +246,7 @@ class Cluster:
                 _signal(pid, signal.SIGKILL)
         self._end("munged", signal.SIGTERM)
         for node in self.nodes:
+            self._ip("link", "delete", self._port(node), check=False)  # a process left in the space would keep it
             self._ip("netns", "delete", f"{self.bridge}-{node}", check=False)
         self._ip("link", "delete", self.bridge, check=False)
         _edit_hosts(lambda line: not line.endswith(f"# {self.run.name}"))
@@ -376,7 +377,9 @@ def _claimed() -> Iterator[tuple[int, str]]:
 
     with Path("/run/mpdist-slurm.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        number = next(i for i in range(100) if not Path(f"/run/mpdist-slurm-{i}").exists())
+        links = {path.name.partition(".")[0] for path in Path("/sys/class/net").iterdir()}  # of another root's /run too
+        taken = (i for i in range(100) if Path(f"/run/mpdist-slurm-{i}").exists() or f"mpd{i}" in links)
+        number = min(set(range(100)) - set(taken))
         yield number, "n" if number == 0 else f"n{number}-"
 
 

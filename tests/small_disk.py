@@ -95,7 +95,7 @@ def went_on(folder: Path) -> list[dict[str, Any]]:
     run = disk.path / "runs" / "went_on"
 
     def make_room() -> None:
-        while not (run / "events.jsonl").exists() or '"warning"' not in (run / "events.jsonl").read_text():
+        while not (run / "events.jsonl").exists() or '"saving step-' not in (run / "events.jsonl").read_text():
             time.sleep(0.01)
         disk.resize(MORE)
 

@@ -311,6 +311,8 @@ def test_a_hub_model_that_cannot_be_had_is_the_users_to_mend(tmp_path: Path, mon
     def offline(*_: Any, **__: Any) -> str:
         raise OSError("no network")
 
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     monkeypatch.setattr(hub, "unreachable", lambda address: None)
     with pytest.raises(UsageError, match="cannot be fetched"):

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from mpdist import cli, errors
+from mpdist.commands.words import Parser
 from mpdist.clock import LABELS
 from mpdist.compare.gates import QUANTITIES
 from mpdist.config import compat, load
@@ -146,7 +147,7 @@ def test_commands_parse_and_their_settings_are_real(words: list[str], monkeypatc
         return parse
 
     for name in ("parse_args", "parse_intermixed_args"):
-        monkeypatch.setattr(cli._Parser, name, stop_after(getattr(cli._Parser, name)))
+        monkeypatch.setattr(Parser, name, stop_after(getattr(Parser, name)))
     with pytest.raises(_Parsed) as caught:
         cli.COMMANDS[words[1]][0](words[2:])
     arguments = caught.value.args[0]

@@ -1,0 +1,1 @@
+"""The parser of each command. A module here is imported when one of its commands is called."""

@@ -1,0 +1,134 @@
+"""Commands about this machine, and what has to be on it before and after a run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from mpdist.commands.words import (
+    OVERRIDES,
+    Parser,
+    load_config,
+    memory_of,
+    natural,
+    parse,
+    with_config,
+    with_memory,
+    with_world,
+)
+
+
+def doctor(argv: Sequence[str]) -> int:
+    parser = Parser(
+        "doctor",
+        "What is wrong, before anything is trained: findings, worst first, each with its cure. Without CONFIG of this\n"
+        "machine: devices, versions, limits, and how fast it multiplies in FP32, BF16 and FP16. With CONFIG also of what\n"
+        "it needs, on all its ranks: they are started as a launch would, and try their links for values and speed.\n"
+        "Exit status 0 if nothing has failed, else that of the first failure.",
+        "examples:\n  mpdist doctor\n  mpdist doctor run.yaml --ranks 8\n"
+        "  srun --ntasks-per-node=1 mpdist doctor run.yaml --json\n\n"
+        f"torchrun ... -m mpdist doctor CONFIG works too.\n\n{OVERRIDES}",
+    )
+    with_config(parser, required=False)
+    with_world(parser)
+    parser.add_argument("--node-rank", type=natural, metavar="N", help="this node's number (default: Slurm's, else 0)")
+    with_memory(parser)
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.add_argument("--report", metavar="FILE", help=argparse.SUPPRESS)  # from the process that starts the ranks
+    arguments = parse(parser, argv)
+    given = [
+        f"--{n.replace('_', '-')}"
+        for n in ("ranks", "nodes", "node_rank", "memory")
+        if getattr(arguments, n) is not None
+    ]
+    memory = memory_of(arguments)
+    resolved = load_config(arguments) if arguments.config is not None else None
+    from mpdist.doctor import command
+
+    command.check_options(resolved, given)
+    return command.run(
+        resolved,
+        ranks=arguments.ranks,
+        nodes=arguments.nodes,
+        node_rank=arguments.node_rank,
+        memory_bytes=memory,
+        as_json=arguments.json,
+        report=arguments.report,
+    )
+
+
+def fetch(argv: Sequence[str]) -> int:
+    parser = Parser(
+        "fetch",
+        "Bring here what a configuration takes from the hub (model, tokenizer, data sets), where there is a network: a\n"
+        "login node. Ranks that see the same Hugging Face folder (HF_HOME) then never ask the hub. What is here already\n"
+        "is said and left; without a network, what is missing is named within seconds (exit status 4).",
+        f"example:\n  HF_HOME=/shared/hf mpdist fetch run.yaml\n\n{OVERRIDES}",
+    )
+    with_config(parser)
+    parser.add_argument("--refresh", action="store_true", help="ask the hub for newer versions of what is here")
+    arguments = parse(parser, argv)
+    resolved = load_config(arguments)
+    from mpdist.data import fetch
+
+    return fetch.run(resolved, arguments.refresh)
+
+
+def prepare(argv: Sequence[str]) -> int:
+    parser = Parser(
+        "prepare",
+        "Fetch what the hub holds, then tokenise, pack and index the data once, before any GPU is held. Resumable;\n"
+        "launch does what is left of it. The result is found again by the digest of everything that it depends on.",
+        f"example:\n  mpdist prepare run.yaml data.cache=/data/prepared\n\n{OVERRIDES}",
+    )
+    with_config(parser)
+    resolved = load_config(parse(parser, argv))
+    from mpdist.data import command
+
+    return command.run(resolved)
+
+
+def export(argv: Sequence[str]) -> int:
+    parser = Parser(
+        "export",
+        "Write a folder that transformers' from_pretrained loads, from a checkpoint or a run's latest one.",
+        "example:\n  mpdist export runs/my-run my-model --dtype bf16",
+    )
+    parser.add_argument("source", metavar="CHECKPOINT_OR_RUN", help="a checkpoint's folder, or a run's")
+    parser.add_argument("folder", metavar="FOLDER", help="the folder to write; it must not exist")
+    parser.add_argument(
+        "--dtype", choices=("fp32", "bf16", "fp16"), help="default: the dtype of the model the run started from"
+    )
+    arguments = parser.parse_args(list(argv))
+    from mpdist import export
+
+    return export.run(arguments.source, arguments.folder, arguments.dtype)
+
+
+def numerics(argv: Sequence[str]) -> int:
+    parser = Parser(
+        "numerics",
+        "formats: the float formats side by side, each figure checked against the format's bit patterns.\n"
+        "lab: train one small problem in emulated formats, and see what casts, scales and accumulators do to it.",
+        "examples:\n  mpdist numerics formats\n  mpdist numerics lab --json",
+    )
+    parser.add_argument("what", choices=("formats", "lab"), metavar="formats|lab")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    arguments = parser.parse_args(list(argv))
+    import os
+
+    from mpdist.lines import dump
+
+    for library in ("OPENBLAS", "OMP", "MKL"):  # the order of a sum moves its last digits
+        os.environ[f"{library}_NUM_THREADS"] = "1"
+    if arguments.what == "formats":
+        from mpdist.numerics import table
+
+        print(dump(table.rows(), indent=2) if arguments.json else table.text())
+        return 0
+    from mpdist.numerics import lab, report
+
+    found = lab.run(lambda line: print(line, file=sys.stderr, flush=True))
+    print(dump(report.as_json(found), indent=2) if arguments.json else report.text(found))
+    return 0

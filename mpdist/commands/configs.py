@@ -99,6 +99,8 @@ def configs(argv: Sequence[str]) -> int:
     parser.add_argument("folder", nargs="?", metavar="FOLDER", help="where to copy it")
     arguments = parser.parse_args(list(argv))
 
+    from pathlib import Path
+
     from mpdist import shipped
 
     if arguments.action == "list":

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from mpdist import cli, errors
-from mpdist.commands.words import Parser
 from mpdist.clock import LABELS
+from mpdist.commands.words import Parser
 from mpdist.compare.gates import QUANTITIES
 from mpdist.config import compat, load
 from mpdist.config.describe import find, reference

@@ -5,7 +5,6 @@ The loop itself is in mpdist.train; it calls the methods here in the order in wh
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from dataclasses import dataclass, field
@@ -16,17 +15,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from mpdist import diagnose, fingerprint, ledger, preflight, restore, shelf, slurm, space, watch
-from mpdist.assemble import assemble, save_hf, switches, worlds_plan
+from mpdist import diagnose, fingerprint, ledger, preflight, restore, resume, shelf, slurm, space, watch
+from mpdist.assemble import assemble, policy_of, save_hf, switches, worlds_plan
 from mpdist.clock import Clock, Rate
 from mpdist.config import leaves
 from mpdist.devices import mfu
 from mpdist.dist import on_first, pick_device, same_everywhere, start, stop
 from mpdist.drill import Drill
 from mpdist.env import environment
-from mpdist.errors import CheckpointError, Diverged, Preempted, UsageError
+from mpdist.errors import CheckpointError, Diverged, Preempted
 from mpdist.feed import Batch
-from mpdist.lines import read_lines
 from mpdist.precision import Decision, Reason
 from mpdist.record import moved, open_run, standing
 from mpdist.saver import Saver
@@ -104,6 +102,12 @@ class Session:
             self.parts = assemble(self.resolved, seat.world, self.device, self.say)
         self.hf = self.run.path / "hf"
         on_first(lambda: save_hf(self.hf, self.parts, cfg))
+        self.get_ready(mode)
+        return True
+
+    def get_ready(self, mode: str) -> None:
+        """Collective. All that follows the attempts, and what is gone on from."""
+        cfg = self.cfg
         self.seconds, self.passed, self.passed_tokens = 0.0, 0, 0
         self.wire_bytes = (0, 0)  # of the last attempt: within nodes, between nodes
         self.evaluated: tuple[int, float] | None = None  # step and loss of the last evaluation
@@ -116,8 +120,12 @@ class Session:
             at=3 if (cfg.shard.engine, cfg.shard.stage) == ("deepspeed", 3) else 1,
             followed=self.device.type == "cpu" and not self.compiling,
         )  # fmt: skip
-        self.telemetry = Telemetry(self.parts.optimizer, self.parts.wire)
-        self.figures: dict[str, float] = {}
+        self.telemetry = Telemetry(
+            self.parts.optimizer, self.parts.wire, compute=policy_of(cfg).parameter_dtype, device=self.device,
+            replicas=self.parts.engine.replicas, scaled=self.parts.facts["scale"]["mode"] != "off",
+        )  # fmt: skip
+        self.parts.facts["layers"] = self.telemetry.layers
+        self.figures: dict[str, Any] = {}
         self.reach: diagnose.Reach | None = diagnose.Reach(self.parts.engine)
         with self.clock("load"):
             self.resume(mode)
@@ -139,19 +147,12 @@ class Session:
         )  # fmt: skip
         self.run.made_room = self.saver.settled  # a save that does not fit fills the disk until it gives up
         if self.first:
-            self.run.write_env(
-                {
-                    **environment([self.parts.facts["device"]]),
-                    **self.parts.facts,
-                    "config_digest": self.resolved.digest(),
-                    "number_digest": self.resolved.number_digest(),
-                    "ranks": seat.world.ranks,
-                    "nodes": seat.world.nodes,
-                }
-            )
+            world = self.seat.world
+            digests = {"config_digest": self.resolved.digest(), "number_digest": self.resolved.number_digest()}
+            self.run.write_env({**environment([self.parts.facts["device"]]), **self.parts.facts, **digests,
+                                "ranks": world.ranks, "nodes": world.nodes})  # fmt: skip
             self.run.status(state="running", step=self.parts.window.step, attempt=self.parts.window.attempt)
             self.run.event("start", self.parts.window.step, self.parts.window.attempt, reason=mode)
-        return True
 
     def progress_shown(self) -> Progress:
         parts = self.parts
@@ -193,8 +194,8 @@ class Session:
 
     def resume(self, mode: str) -> None:
         """Collective. Loads the newest whole checkpoint of the run, or the one that a new run starts from."""
-        found = self.find(mode)
-        self.count.fired = on_first(self.fired_before)
+        found = resume.find(self.resolved, self.run, mode, self.refused)
+        self.count.fired = on_first(lambda: resume.fired_before(self.run))
         self.damaged = on_first(lambda: shelf.damaged(self.run.events_path))
         if found is None:
             if self.first and mode == "resume":  # it ended before its first checkpoint: all that it did is superseded
@@ -204,7 +205,7 @@ class Session:
         parts, state = self.parts, found.state
         own = found.path.parent == self.run.checkpoints
         if own:
-            self.check_data(found)
+            resume.check_data(found, parts.facts["data"])
         own_rng = restore.load(found, parts.engine, parts.optimizer, parts.module)
         parts.window.load(state["window_state"])
         self.count = Progressed(**{**state["count"], "fired": self.count.fired})
@@ -226,56 +227,12 @@ class Session:
             world = self.seat.world
             changes = moved(self.run.changes, state, world.ranks, world.nodes)
             self.run.event("resume", *where, reason=f"from {found.path.name}{note}", changes=changes)
-            told = [f"{state['ranks']} ranks -> {world.ranks}"] if state["ranks"] != world.ranks else []
-            told += [c for c in changes if c.startswith(("launch.nodes:", "shard.engine:", "shard.stage:"))]
-            self.say(f"resumed from {found.path.name}{' (' + ', '.join(told) + ')' if told else ''}{note}")
+            self.say(f"resumed from {found.path.name}{resume.told(state, world, changes)}{note}")
 
-    def check_data(self, found: restore.Found) -> None:
-        """The same windows go on only over the same rows: files may have changed under their unchanged names."""
-        then, now = found.state.get("data") or {}, self.parts.facts["data"]
-        changed = [f"data.{part}" for part, digest in now.items() if then.get(part, digest) != digest]
-        if changed:
-            raise UsageError(f"{' and '.join(changed)}: what the files hold has changed since {found.path.name} of this run",
-                             "its windows would hold other rows than those that it has trained on and has left",
-                             f"put the files back, or start a new run with checkpoint.resume={found.path}")  # fmt: skip
-
-    def find(self, mode: str) -> restore.Found | None:
-        """Collective. The checkpoint to go on from, its files digested by all ranks together."""
-        wish, check = self.cfg.checkpoint.resume, restore.fault_together
-
-        def refused(name: str, fault: str) -> None:
-            if self.first:
-                self.run.event("refused", reason=fault, checkpoint=name, file=fault.split()[0])
-                print(f"warning: checkpoint {name} is passed over: {fault}", flush=True)
-
-        if wish in ("auto", "never") or mode != "new":
-            own = on_first(lambda: restore.candidates(self.run.checkpoints))
-            found = restore.newest(own, refused, lambda path: check(path) or self.foreign(path))
-            if found is not None or wish in ("auto", "never"):
-                return found  # else it ended before its own first checkpoint, and begins again where it began
-        path = Path(wish).expanduser()
-        if not on_first(lambda: (path / "checkpoints").is_dir()):
-            return restore.open_checked(path, check)
-        found = restore.newest(on_first(lambda: restore.candidates(path / "checkpoints")), refused, check)
-        if found is None:
-            raise UsageError(f"checkpoint.resume = {wish}", "the run there has no checkpoint", "give another path")
-        return found
-
-    def foreign(self, path: Path) -> str | None:
-        """Collective. Why a whole checkpoint in this run's directory is none of this run's."""
-
-        def look() -> str | None:
-            state = json.loads((path / "state.json").read_text())
-            # Another version may know other settings, and so another digest of the same ones.
-            comparable = state["versions"].get("mpdist") == environment()["versions"].get("mpdist")
-            same = not comparable or state.get("identity") == self.resolved.identity()
-            return None if same else "state.json is of a run with other settings, copied here"
-
-        return on_first(look)
-
-    def fired_before(self) -> list[str]:
-        path = self.run.events_path
-        return [e["reason"] for e in read_lines(path) if e.get("event") == "drill"] if path.exists() else []
+    def refused(self, name: str, fault: str) -> None:
+        if self.first:
+            self.run.event("refused", reason=fault, checkpoint=name, file=fault.split()[0])
+            print(f"warning: checkpoint {name} is passed over: {fault}", flush=True)
 
     # -- what follows an attempt --------------------------------------------------------------------------------
 

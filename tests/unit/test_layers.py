@@ -86,6 +86,7 @@ LAYERS = {
     "assemble": 4,
     "simulate": 4,
     "preflight": 4,
+    "resume": 4,
     "session": 4,
     "train": 4,
     "worker": 4,

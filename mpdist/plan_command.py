@@ -183,7 +183,7 @@ def show(folder: str, as_json: bool, html: str | None = None) -> int:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    if not file.parent.is_dir() or not file.is_file():
+    if not file.exists():
         why = f"there is no {file.name} in it, which every run writes as it starts"
         raise UsageError(f"{file.parent} is no run directory", why, "give OUT_DIR/NAME of a run, or a configuration")
     try:

@@ -13,10 +13,12 @@ _BYTES = {
     "mb": 10**6,
     "gb": 10**9,
     "tb": 10**12,
+    "pb": 10**15,
     "kib": 2**10,
     "mib": 2**20,
     "gib": 2**30,
     "tib": 2**40,
+    "pib": 2**50,
 }
 _SECONDS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
 _NUMBER = r"\d+(?:\.\d+)?"
@@ -30,10 +32,10 @@ def parse_bytes(text: str | int) -> int:
     match = re.fullmatch(rf"({_NUMBER})\s*([a-zA-Z]*)", text.strip())
     factor = _BYTES.get(match[2].lower() or "b") if match else None
     if match is None or factor is None:
-        short = match is not None and match[2].lower() in ("k", "m", "g", "t")  # of 1000 or of 1024?
+        short = match is not None and match[2].lower() in ("k", "m", "g", "t", "p")  # of 1000 or of 1024?
         raise UsageError(
             f"{text!r} is not an amount of memory",
-            "it takes a number and a unit: B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (of 1024)",
+            "it takes a number and a unit: B, KB, MB, GB, TB, PB (powers of 1000) or KiB, MiB, GiB, TiB, PiB (of 1024)",
             f"did you mean {match[1]}{match[2].upper()}iB?" if match and short else "write it like 80GiB",
         )
     return round(float(match[1]) * factor)
@@ -42,11 +44,11 @@ def parse_bytes(text: str | int) -> int:
 def format_bytes(count: int | float) -> str:
     """The binary unit that keeps the number below 1024: 1536 -> '1.50 KiB'."""
     size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(size) < 1024:
             return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
         size /= 1024
-    return f"{size:.2f} TiB"
+    return f"{size:.2f} PiB"
 
 
 def parse_duration(text: str | int | float) -> float:

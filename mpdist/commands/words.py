@@ -69,7 +69,14 @@ def memory_of(arguments: argparse.Namespace) -> int | None:
         return None
     from mpdist.units import parse_bytes
 
-    return parse_bytes(arguments.memory)
+    found = parse_bytes(arguments.memory)
+    if not found:
+        raise UsageError(
+            f"--memory {arguments.memory}",
+            "nothing fits into no memory",
+            "give what one rank's device has, such as 80GiB",
+        )
+    return found
 
 
 def positive(text: str) -> int:

@@ -283,8 +283,11 @@ def _schedule(v: _View) -> Iterator[MpdistError]:
         yield UsageError(what, "a budget in seconds does not say how many steps the schedule spans", do)
     span = optim.horizon if optim.horizon != "auto" else budget.steps
     if span is not None and optim.schedule != "constant" and optim.warmup >= 1 and optim.warmup >= span:
+        why = f"the warm-up takes up the schedule's whole span of {span} step{'s' * (span != 1)}"
+        most = f"0 to {span - 1} steps" if span > 1 else "0"
+        do = f"take optim.warmup {most}, or a share below 1 such as 0.05, which follows the span"
         yield UsageError(
-            v.show("optim.warmup"), f"the warm-up takes up the schedule's whole span of {span} steps", "make it shorter"
+            v.show("optim.warmup", "budget.steps" if optim.horizon == "auto" else "optim.horizon"), why, do
         )
     if optim.weight_decay == 0:
         yield from v.no_effect("optim.decay", "weight_decay is 0")

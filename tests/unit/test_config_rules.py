@@ -119,6 +119,18 @@ def test_batch_names_the_two_nearest(good: Path) -> None:
     assert caught.value.problems[0].do == "take batch.global 6 or 9"
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_warm_up_longer_than_the_span_is_told_what_works(good: Path, steps: int) -> None:
+    given = [f"budget.steps={steps}", "optim.warmup=3"]
+    with pytest.raises(ConfigError) as caught:
+        load(good, given)
+    (problem,) = caught.value.problems
+    assert f"budget.steps = {steps}" in problem.what
+    for value in (0.05, *range(steps)):
+        assert str(value) in problem.do
+        load(good, [*given, f"optim.warmup={value}"])
+
+
 def test_the_stage_follows_the_engine(good: Path) -> None:
     assert load(good).config.shard.stage == 3
     assert load(good, ["shard.engine=ddp"]).config.shard.stage == 0

@@ -16,6 +16,7 @@ from mpdist.units import format_bytes, parse_bytes, parse_duration
         ("7", 7),
         (7, 7),
         ("9B", 9),
+        ("2PiB", 2**51),
     ],
 )
 def test_bytes(text: str | int, count: int) -> None:
@@ -60,10 +61,11 @@ def test_what_is_not_a_duration_is_refused(text: object) -> None:
 
 
 def test_formats() -> None:
-    assert [format_bytes(n) for n in (0, 1023, 1536, 80 * 2**30, 2**41)] == [
+    assert [format_bytes(n) for n in (0, 1023, 1536, 80 * 2**30, 2**41, 3 * 2**60)] == [
         "0 B",
         "1023 B",
         "1.50 KiB",
         "80.00 GiB",
         "2.00 TiB",
+        "3072.00 PiB",
     ]

@@ -7,12 +7,13 @@ a resume makes that attempt again it strikes again, else the run would not go on
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ class Drill:
         self._plan = {name: values for name, values in plan.items() if values}
         self._rank, self._record = rank, record
         self._fired = {name for name in fired if "@" not in name}
+        self._again = False
 
     def __bool__(self) -> bool:
         return bool(self._plan)
@@ -46,11 +48,22 @@ class Drill:
         else:
             hit = number == at if exactly else number >= at
         key = f"{name}@{number}" if "attempts" in fault else f"{name}#{at}"
+        if self._again and hit and "attempts" in fault:
+            return fault if key in self._fired else None
         if not hit or key in self._fired:
             return None
         self._fired.add(key)
         self._record(key, number, self._rank)
         return fault
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """An attempt is computed again: the faults of its numbers that struck it strike again, and are not recorded twice."""
+        self._again = True
+        try:
+            yield
+        finally:
+            self._again = False
 
     def overflow(self, attempt: int, micro: int) -> bool:
         """Whether micro-batch `micro` (from 1) of this attempt gets +inf into one gradient element of this rank."""

@@ -16,7 +16,8 @@ Payload is what this rank hands to a collective, its own part included; `Bytes` 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -61,6 +62,7 @@ class Wire:
         self.mesh, self.wire, self.sum_fp32 = mesh, wire, sum_fp32
         self.bytes = Bytes()
         self.poisoned = False  # drill: the next addend of this rank gets +inf in one element
+        self._watch: Callable[[str, torch.Tensor], None] | None = None
         self._sampling = False  # the next reduction is looked at
         self._sums: list[torch.Tensor] = []  # of the last sample: squares of the error, squares of the result
         # An FP32 wire is summed in FP32 by NCCL as well, without our buffers.
@@ -135,7 +137,7 @@ class Wire:
 
     def start_add_replicas(self, tensor: torch.Tensor) -> Callable[[], None]:
         """As `add_replicas`, but returns once the first exchange has started; the caller calls the result to wait."""
-        self._drill(tensor)
+        self._drill(tensor, "sum" if self.mesh.scatter else "addend")
         wait = self._all_reduce(tensor, self.mesh.replicas)
         if not self.mesh.replicas or not self._sampling:
             return wait
@@ -183,12 +185,27 @@ class Wire:
         sent = tensor.to(self.wire)
         if self._sampling:
             self._note(tensor, sent, holders)
+        if self._watch is not None:
+            self._watch("wire", sent)
         return sent
 
-    def _drill(self, addend: torch.Tensor) -> None:
+    def _drill(self, addend: torch.Tensor, stage: str = "addend") -> None:
         if self.poisoned:
             self.poisoned = False
             addend.view(-1)[0] = float("inf")
+        if self._watch is not None:
+            self._watch(stage, addend)
+
+    @contextlib.contextmanager
+    def aside(self, watch: Callable[[str, torch.Tensor], None] | None) -> Iterator[None]:
+        """What travels meanwhile is neither counted nor sampled, but shown: watch(stage, tensor) gets an `addend` as it
+        comes, or a `sum` that travels on, and either as it goes over the `wire`."""
+        kept = dict(vars(self))
+        self.bytes, self.poisoned, self._sampling, self.counting, self._watch = Bytes(), False, False, False, watch
+        try:
+            yield
+        finally:
+            vars(self).update(kept)
 
     # -- the two moves ----------------------------------------------------------------------------------------
 

@@ -127,6 +127,7 @@ class Session:
         self.parts.facts["layers"] = self.telemetry.layers
         self.figures: dict[str, Any] = {}
         self.reach: diagnose.Reach | None = diagnose.Reach(self.parts.engine)
+        self.ration = diagnose.Ration(always=cfg.track.replay == "always")
         with self.clock("load"):
             self.resume(mode)
             if self.saved_step is None:  # it begins here, if only from another run's checkpoint
@@ -277,8 +278,8 @@ class Session:
         if self.progress is not None:
             self.progress.row(row)
 
-    def skipped(self, out: Outcome, batch: Batch) -> None:
-        """Collective where the loss was non-finite or patience ran out: the cause is looked for on all ranks."""
+    def skipped(self, out: Outcome, batch: Batch, again: diagnose.Again) -> None:
+        """Collective where the ration says so: the cause is looked for on all ranks. again: see mpdist.diagnose."""
         window, decision = self.parts.window, out.decision
         assert decision.reason is not None
         scaled = self.parts.facts["scale"]["mode"] != "off"
@@ -289,14 +290,20 @@ class Session:
             self.say(f"attempt {window.attempt} skipped: {decision.reason}{moved_to}")
         if decision.reason is Reason.NO_LABELS:
             self.warn(f"window {batch.number} has no label token; it is skipped and counted")
-        first_loss = decision.reason is Reason.LOSS and window.losses == 1
-        if not (decision.exhausted or first_loss):
             return
-        parts = self.parts
-        found = diagnose.explain(parts.module, parts.engine, batch, decision.reason, self.device, out.own_loss)
+        if not self.ration.due(decision, window.in_a_row):
+            return
+        self.seat.doing("replay")
+        lowest = window.floor if window.dynamic else 1.0
+        found = diagnose.explain(
+            self.parts.engine, self.parts.wire,
+            diagnose.Attempt(batch, decision, out.own_loss, lowest if lowest < decision.scale else None,
+                             self.cfg.reduce.when == "every", self.cfg.track.replay != "off"),
+            again, self.drill.again,
+        )  # fmt: skip
         if self.first:
-            self.run.event("finding", window.step, window.attempt, reason=found)
-            self.say(found)
+            self.run.event("finding", window.step, window.attempt, found.rank, found.sentence, **found.facts)
+            self.say("\n  ".join(found.lines))
         if decision.exhausted:
             at = f" at a scale of {decision.scale:g}" if scaled else ""
             wider = {"fp16": " compute in bf16 or fp32,", "bf16": " compute in fp32,"}.get(
@@ -304,7 +311,7 @@ class Session:
             )
             raise Diverged(
                 f"{window.in_a_row} attempts in a row were skipped, the last for {decision.reason}, at step {window.step}",
-                f"precision.scale.patience = {window.patience} is used up{at}. {found}",
+                f"precision.scale.patience = {window.patience} is used up{at}. {found.sentence}",
                 f"the weights are as the last applied step left them; lower the learning rate,{wider} or clean the data",
             )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +24,7 @@ from mpdist.session import Outcome, Session
 
 if TYPE_CHECKING:
     from mpdist.config import Resolved
+    from mpdist.trace import Trace
     from mpdist.worker import Seat
 
 
@@ -70,7 +72,7 @@ def loop(s: Session) -> bool:
         if out.decision.applied:
             s.log(out, last)
         else:
-            s.skipped(out, batch)
+            s.skipped(out, batch, partial(micros, s, batch, window.attempt))
             s.parts.engine.clear()
         if out.decision.applied and s.evaluates(last):
             s.evaluate()
@@ -88,36 +90,7 @@ def attempt(s: Session, batch: Batch) -> Outcome:
         return Outcome(window.close_empty(), math.nan, 0.0, agreed_stop(s), 0.0)
     number, coming = window.attempt + 1, window.step + 1
     s.telemetry.begin(coming % s.cfg.track.every == 0 or coming == parts.steps)
-    seed_window(s, batch.number)
-    factor = torch.full((), window.scale / batch.labels, dtype=torch.float32, device=s.device)
-    loss = torch.zeros((), dtype=torch.float64, device=s.device)
-    auxiliary = torch.zeros_like(loss)
-    poison = bool(s.drill) and s.drill.nan_loss(number)
-    count = len(batch.micros)
-    for i, micro in enumerate(batch.micros):
-        s.seat.beat()
-        engine.micro(first=i == 0, last=i == count - 1)
-        objective, micro_loss, extra = parts.module(
-            input_ids=micro.input_ids,
-            position_ids=micro.position_ids,
-            index=micro.index,
-            targets=micro.targets,
-            factor=factor,
-        )
-        if extra is not None:  # a router's loss enters with the micro-batch's share of the window's label tokens
-            share = micro.labels / batch.labels
-            objective = objective + extra * (share * window.scale)
-            auxiliary += extra.detach() * share
-        if poison:
-            objective, micro_loss = objective * math.nan, micro_loss * math.nan
-        if s.reach is not None:
-            s.reach.look(objective)
-        s.measure.forwarded()
-        if s.drill and s.drill.overflow(number, i + 1):
-            engine.poison()
-        objective.backward()
-        engine.after_backward(last=i == count - 1)
-        loss += micro_loss
+    loss, auxiliary = micros(s, batch, number, window.scale)
     if s.reach is not None:
         s.reach.check()
         s.reach = None
@@ -138,6 +111,49 @@ def attempt(s: Session, batch: Batch) -> Outcome:
     if decision.applied:
         engine.clear()  # else `skipped` may look at them first
     return Outcome(decision, total / batch.labels, aux, stop > 0, seconds, loss, failed > 0)
+
+
+def micros(
+    s: Session, batch: Batch, number: int, scale: float, trace: Trace | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Collective. A window's micro-batches, forward, backward and reduction, under one scale: (this rank's sum of token
+    losses, its auxiliary loss), FP64. trace: of a window that is computed again; rehearsed faults strike again too."""
+    parts, engine = s.parts, s.parts.engine
+    seed_window(s, batch.number)
+    factor = torch.full((), scale / batch.labels, dtype=torch.float32, device=s.device)
+    loss = torch.zeros((), dtype=torch.float64, device=s.device)
+    auxiliary = torch.zeros_like(loss)
+    poison = bool(s.drill) and s.drill.nan_loss(number)
+    count = len(batch.micros)
+    for i, micro in enumerate(batch.micros):
+        s.seat.beat()
+        if trace is not None:
+            trace.micro(i)
+        engine.micro(first=i == 0, last=i == count - 1)
+        objective, micro_loss, extra = parts.module(
+            input_ids=micro.input_ids,
+            position_ids=micro.position_ids,
+            index=micro.index,
+            targets=micro.targets,
+            factor=factor,
+        )
+        if extra is not None:  # a router's loss enters with the micro-batch's share of the window's label tokens
+            share = micro.labels / batch.labels
+            objective = objective + extra * (share * scale)
+            auxiliary += extra.detach() * share
+        if poison:
+            objective, micro_loss = objective * math.nan, micro_loss * math.nan
+        if s.reach is not None:
+            s.reach.look(objective)
+        if trace is not None:
+            trace.forwarded(objective, micro_loss)
+        s.measure.forwarded()
+        if s.drill and s.drill.overflow(number, i + 1):
+            engine.poison()
+        objective.backward()
+        engine.after_backward(last=i == count - 1)
+        loss += micro_loss
+    return loss, auxiliary
 
 
 def exchange(s: Session, squares: torch.Tensor, loss: torch.Tensor, auxiliary: torch.Tensor) -> list[float]:

@@ -301,6 +301,11 @@ class Track(Section):
         description="TFLOP/s of one device in precision.compute, which speed/mfu divides by; null is the data sheet's, if "
         "the device is known.",
     )
+    replay: Literal["auto", "always", "off"] = Field(
+        "auto",
+        description="Whether a window that was skipped for a non-finite value is computed again to find where it arose: auto "
+        "not at the usual falls of an FP16 scale, always, or off.",
+    )
     wandb: Wandb = Field({}, validate_default=True, description="Weights & Biases; one rank logs.")
 
 

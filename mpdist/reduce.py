@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from mpdist.cast import lost
 from mpdist.dist import Level, Mesh
 
 # torch 2.13 renamed the call and warns about the old name.
@@ -65,6 +66,8 @@ class Wire:
         self._watch: Callable[[str, torch.Tensor], None] | None = None
         self._sampling = False  # the next reduction is looked at
         self._sums: list[torch.Tensor] = []  # of the last sample: squares of the error, squares of the result
+        self.counting = False  # what the cast of addends loses is counted
+        self._lost: dict[str, torch.Tensor] = {}  # by parameter, see mpdist.cast.lost
         # An FP32 wire is summed in FP32 by NCCL as well, without our buffers.
         self.by_backend = dist.get_backend() == "nccl" and (wire == torch.float32 or not sum_fp32)
 
@@ -154,8 +157,11 @@ class Wire:
     # -- error of a sample ------------------------------------------------------------------------------------
 
     def sample(self) -> None:
-        """The next reduction's rounding errors are added up, for `take_error`; nothing more travels."""
+        """The next reduction's rounding errors are added up, for `take_error`, and what the casts of all addends lose
+        until `take_lost`; nothing more travels."""
         self._sampling, self._sums = self.wire != torch.float32, []
+        self.counting = self._sampling and bool(self.mesh.scatter or self.mesh.replicas)
+        self._lost = {}
 
     def take_error(self) -> torch.Tensor | None:
         """[squares of the error, squares of the result], FP64, None without a sample: this rank's part of each.
@@ -165,6 +171,16 @@ class Wire:
         """
         sums, self._sums, self._sampling = self._sums, [], False
         return torch.stack([torch.stack(sums[:-1]).sum(), sums[-1]]) if len(sums) > 1 else None
+
+    def count(self, name: str, addend: torch.Tensor) -> None:
+        """Told by the engines, where `counting`: this rank's addend of a parameter's gradient, before its cast."""
+        found = lost(addend, self.wire)
+        self._lost[name] = self._lost[name] + found if name in self._lost else found
+
+    def take_lost(self) -> dict[str, torch.Tensor]:
+        """By parameter what the casts of this rank's addends lost since `sample`. Later casts, of sums, are not in it."""
+        found, self._lost, self.counting = self._lost, {}, False
+        return found
 
     def _note(self, before: torch.Tensor | None, after: torch.Tensor, holders: int = 1) -> None:
         """Adds squares to the sample: of what rounding lost, or of `after` itself. holders: ranks that note the same.

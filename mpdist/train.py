@@ -98,6 +98,7 @@ def attempt(s: Session, batch: Batch) -> Outcome:
     gradients = engine.gradients()
     squares, total, aux, stop, seconds, failed = exchange(s, square_sum(gradients), loss, auxiliary)
     decision = window.close(Verdict(total, squares))
+    s.telemetry.look(gradients, decision.scale, decision.applied)
     if decision.applied:
         if decision.factor != 1.0:
             torch._foreach_mul_(gradients, decision.factor)

@@ -155,6 +155,9 @@ class Ddp:
             elif self.every and bucket.addend is None:
                 bucket.addend = torch.zeros_like(bucket.total)
             with self._beside():
+                if self.wire.counting:
+                    for name in bucket.names:
+                        self.wire.count(name, self._target(bucket, name))
                 bucket.wait = self.wire.start_add_replicas(bucket.total if bucket.addend is None else bucket.addend)
             self._next += 1
 

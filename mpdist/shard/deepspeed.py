@@ -67,6 +67,7 @@ class DeepSpeed:
         library = _library(device)
         options = _options(model, policy, wire, stage, offload)
         _materialise(library, model, policy, options, device)
+        self._names = {id(param): name for name, param in model.named_parameters()}
         self._trainable: list[Any] = [param for param in model.parameters() if param.requires_grad]
         # A place holder: DeepSpeed takes its parameter group and puts a flat partition into it. It never steps.
         client = torch.optim.AdamW(self._trainable, lr=0.0)
@@ -241,7 +242,10 @@ class DeepSpeed:
         mine: list[tuple[int, int]] = []
         done = 0
         for _, index, _ in zero.ipg_buckets[key].params:
-            at, end = places[index], places[index] + zero.bit16_groups[0][index].numel()
+            param = zero.bit16_groups[0][index]
+            at, end = places[index], places[index] + param.numel()
+            if self.wire.counting:
+                self.wire.count(self._names[id(param)], bucket[done : done + param.numel()])
             while at < end:  # a parameter may lie across the partitions of several ranks
                 owner = at // size
                 stop = min(end, (owner + 1) * size)
@@ -271,6 +275,9 @@ class DeepSpeed:
         """Stage 3, in place of DeepSpeed's reduce-scatter: this rank's share of each parameter's gradient, FP32, padded."""
         shares = [param.partition_numel() for param in params]
         grads = [self._whole_gradient(param) for param in params]
+        if self.wire.counting:
+            for param, grad in zip(params, grads, strict=True):
+                self.wire.count(self._names[id(param)], grad)
         dtype = torch.float32 if self.wire.wire == torch.float32 else grads[0].dtype
         addends = torch.zeros(self._ranks, sum(shares), dtype=dtype, device=self.device)
         offset = 0

@@ -26,8 +26,9 @@ from mpdist.shard import Part, Read
 class _Scatter(ReduceScatter):
     """FSDP2's reduce-scatter, done by our wire. FSDP2 hands over and takes back FP32."""
 
-    def __init__(self, wire: Wire) -> None:
-        self.wire = wire
+    def __init__(self, wire: Wire, columns: list[tuple[str, int]]) -> None:
+        """columns: of what is reduced together, (parameter, elements of a shard with its padding)."""
+        self.wire, self._columns = wire, columns
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -35,8 +36,22 @@ class _Scatter(ReduceScatter):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> dist.Work | None:
+        sizes = [size for _, size in self._columns]
+        if self.wire.counting and input_tensor.numel() == sum(sizes) * self.wire.mesh.shard_size:
+            by_rank = input_tensor.view(self.wire.mesh.shard_size, -1).split(sizes, dim=1)
+            for (name, _), addend in zip(self._columns, by_rank, strict=True):
+                self.wire.count(name, addend)
         self.wire.reduce_scatter(output_tensor, input_tensor)
         return None
+
+    def add_replicas(self, tensor: torch.Tensor) -> None:
+        """Where no reduce-scatter comes before it, this is where addends are cast."""
+        if self.wire.counting and self.wire.mesh.shard_size == 1:
+            for (name, _), addend in zip(
+                self._columns, tensor.view(-1).split([n for _, n in self._columns]), strict=True
+            ):
+                self.wire.count(name, addend)
+        self.wire.add_replicas(tensor)
 
 
 class Fsdp2:
@@ -85,14 +100,18 @@ class Fsdp2:
     def _set_communication(self) -> None:
         root = self.module
         assert isinstance(root, FSDPModule)
-        scatter = _Scatter(self.wire)
+        names = {id(param): name for name, param in root.named_parameters()}
         for module in root.modules():
             if isinstance(module, FSDPModule):
+                params = [p for g in module._get_fsdp_state()._fsdp_param_groups for p in g.fsdp_params]
+                scatter = _Scatter(self.wire, [
+                    (names[id(p.sharded_param)], p.padded_sharded_param_size.numel()) for p in params if p.sharded_param.requires_grad
+                ])  # fmt: skip
                 module.set_custom_reduce_scatter(scatter)
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
                 if self.wire.mesh.replicas or self.wire.mesh.shard_size == 1:
-                    module.set_all_reduce_hook(self.wire.add_replicas)
+                    module.set_all_reduce_hook(scatter.add_replicas)
         # Ranks may use different parameters (experts, filler rows); each still takes part in each reduction.
         root.set_reduce_scatter_unused_params(True)
 

@@ -238,6 +238,7 @@ def _one_step(rank: int, lrs: list[float]) -> list[tuple[float, float]]:  # fmt:
             optimizer = Optimizer([part], fused=True, **options)
             telemetry = Telemetry(optimizer, wire)
             telemetry.begin(True)
+            telemetry.look([gradient], 1.0, True)
             telemetry.hold()
             optimizer.step([gradient.clone()], lr)
             share = (part.tensor != before).float().mean().item()
@@ -245,7 +246,8 @@ def _one_step(rank: int, lrs: list[float]) -> list[tuple[float, float]]:  # fmt:
             if dtype == torch.bfloat16:
                 assert abs(reported["precision/changed_fraction"] - share) < 1e-6
             else:
-                assert reported == {}
+                assert "precision/changed_fraction" not in reported
+                assert reported["precision/unchanged_master"] == pytest.approx(1 - share, abs=1e-3)
             shares.append(share)
         found.append((shares[0], shares[1]))
     return found

@@ -16,7 +16,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return cli.main(arguments)
     if not os.path.exists(arguments[0]) and "RANK" not in os.environ and "SLURM_PROCID" not in os.environ:
         return cli.main(arguments)  # which says what is wrong with such a command
-    return cli.reported(lambda: _worker(arguments))
+    status = cli.reported(lambda: _worker(arguments))
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        from mpdist import worker
+
+        worker.spare_restarts(status)
+    return status
 
 
 def _worker(arguments: list[str]) -> int:

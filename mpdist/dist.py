@@ -8,8 +8,10 @@ a group spans several nodes it is split in two levels (inside a node, between no
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import platform
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +31,7 @@ class _MissingRank(MachineError):
 
 
 _T = TypeVar("_T")
-_KEY = "mpdist/present/{}"
+_HELLO, _ROUND, _AGREED = "mpdist/hello/{}", "mpdist/round", "mpdist/agreed/{}"
 
 
 def pick_device(world: World, wish: str) -> torch.device:
@@ -56,22 +58,49 @@ def start(world: World, device: torch.device, timeout: timedelta) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     store = _store(world, timeout)
-    store.set(_KEY.format(world.rank), _seat_of(device))
+    begin, seats = _gather(store, world, _seat_of(device), timeout)
+    _check_devices(seats)
+    dist.init_process_group(
+        backend, store=dist.PrefixStore(begin, store), rank=world.rank, world_size=world.ranks, timeout=timeout
+    )
+
+
+def _gather(store: dist.Store, world: World, seat: str, timeout: timedelta) -> tuple[str, list[str]]:
+    """Collective. A name that this start of the ranks has for itself, and the seats of all of them, by rank.
+
+    A torchrun that restarts its ranks may keep the store, with all that the dead ones have written, addresses among it,
+    and its count of restarts differs between nodes. So each rank says hello with a word of its own, rank 0 proposes the
+    words of all, again whenever one of them changes, and a rank agrees to a proposal that holds its own. Dead ones do not.
+    """
+    own = secrets.token_hex(8)
+    store.set(_HELLO.format(world.rank), f"{own} {seat}")
+    hellos = [_HELLO.format(rank) for rank in range(world.ranks)]
     deadline = time.monotonic() + timeout.total_seconds()
-    missing = list(range(world.ranks))
-    while missing:
-        missing = [rank for rank in missing if not store.check([_KEY.format(rank)])]
-        if missing and time.monotonic() > deadline:
+    proposed, agreed = "", ""
+    while True:
+        if world.rank == 0 and store.check(hellos):
+            words = " ".join(hello.decode().partition(" ")[0] for hello in store.multi_get(hellos))
+            if words != proposed:
+                store.set(_ROUND, words)
+                proposed = words
+        elif world.rank and store.check([_ROUND]):
+            proposed = store.get(_ROUND).decode()
+        if proposed != agreed and proposed.split()[world.rank : world.rank + 1] == [own]:
+            agreed = proposed
+            store.add(_agreed(agreed), 1)
+        if agreed and store.add(_agreed(agreed), 0) == world.ranks:
+            return _agreed(agreed), [hello.decode().partition(" ")[2] for hello in store.multi_get(hellos)]
+        if time.monotonic() > deadline:
+            missing = [rank for rank, hello in enumerate(hellos) if not store.check([hello])] or [0]
             names = ", ".join(str(rank) for rank in missing)
             raise _MissingRank(f"rank {names} missing: {len(missing)} of {world.ranks} ranks did not start",
                                f"launch.timeout = {timeout.total_seconds():g} s is over",
                                "look at the log of the missing rank's node, or raise launch.timeout")  # fmt: skip
-        if missing:
-            time.sleep(0.02)
-    _check_devices([one.decode() for one in store.multi_get([_KEY.format(rank) for rank in range(world.ranks)])])
-    dist.init_process_group(
-        backend, store=dist.PrefixStore("mpdist", store), rank=world.rank, world_size=world.ranks, timeout=timeout
-    )
+        time.sleep(0.02)
+
+
+def _agreed(words: str) -> str:
+    return _AGREED.format(hashlib.sha256(words.encode()).hexdigest()[:32])
 
 
 def _seat_of(device: torch.device) -> str:

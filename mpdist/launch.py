@@ -176,10 +176,17 @@ def _lead(
     def where() -> Path:
         if look is not None:
             look()
+        if run_dir.taken_over:
+            child.end_at_once()
         return folder
 
     with slurm.meeting_at(place.port, run_dir.path, place.task):
         status = child.run(where)
+    if run_dir.taken_over:  # what is on record from here on is the later start's
+        what = f"{run_dir.path} was taken over by a later start of this Slurm job"
+        raise MachineError(
+            what, "Slurm has lost this node, which lives on", "nothing: this start has ended all its ranks"
+        )
     return _conclude(run_dir, child, status)
 
 
@@ -341,7 +348,8 @@ def _conclude(run_dir: RunDir, child: Child, torchrun_status: int) -> int:
     if failure.rank is not None and report is None:  # it could not even say who it is
         text = f"{blame.before_agent(log)}\n{text}"
     sys.stdout.flush()
-    said = f"{unrecorded}the run failed; logs in {own.parent}, the one to read: {own.name}\n{text}"
+    where = f" (rank {failure.rank} was on {report.host})" if report is not None and not child.mine(report) else ""
+    said = f"{unrecorded}the run failed{where}; logs in {own.parent}, the one to read: {own.name}\n{text}"
     print(said, file=sys.stderr, flush=True)
     return failure.exit
 

@@ -4,7 +4,8 @@ The lock is a file, created exclusively, that says who holds it: host, pid, and 
 alone comes round again). Its holder also keeps it flock'ed, which the kernel ends with the process, however it
 dies. So a lock whose holder is dead is taken over without asking. A lock of another host cannot be judged from here,
 since flock may not reach across a network file system: it is refused with the way to clear it. One exception is a
-requeued Slurm job: Slurm has ended the job's former incarnation, wherever that was, before it starts the next.
+requeued Slurm job: its former start has ended, or is on a node that Slurm has lost, where it may live on. The new start
+puts another file in the lock's place, and the old one, which sees that (`lost`), has to end.
 
 A launcher holds the lock for its workers: they inherit its token by the environment, and their claim is the launcher's.
 """
@@ -49,6 +50,9 @@ class Lock:
                 late = time.monotonic() > deadline
                 if not created and owner and owner.get("token") == os.environ.get(TOKEN):
                     return cls(path, None, owner["token"])
+                if locked is False and owner and _former_start(owner):
+                    path.unlink(missing_ok=True)
+                    continue
                 # Only an unlocked, empty file that we did not create asks for patience: its creator is about to write.
                 if locked is not False and _is_at(fd, path) and (created or _dead(owner) or (owner is None and late)):
                     done = True
@@ -62,13 +66,19 @@ class Lock:
                         path.unlink(missing_ok=True)
             time.sleep(0.02)
 
+    @property
+    def lost(self) -> bool:
+        """Whether a later start of this Slurm job has taken the directory over."""
+        return self._fd is not None and self.path.exists() and not _is_at(self._fd, self.path)
+
     def release(self) -> None:
         """Give it back. A lock that the launcher holds for this process stays the launcher's."""
         if self._fd is None:
             return
         if os.environ.get(TOKEN) == self.token:
             del os.environ[TOKEN]
-        self.path.unlink(missing_ok=True)
+        if _is_at(self._fd, self.path):
+            self.path.unlink(missing_ok=True)
         os.close(self._fd)
         self._fd = None
 
@@ -150,10 +160,13 @@ def _dead(owner: dict[str, Any] | None) -> bool:
     """Whether the holder is known to be gone. Asked with its flock free (or unknown)."""
     if owner is None:
         return False
-    me = _me()
-    if owner.get("slurm") and me["slurm"] and owner["slurm"][0] == me["slurm"][0]:
-        return bool(owner["slurm"][1] != me["slurm"][1]) or _gone(owner, me)
-    return _gone(owner, me)
+    return _former_start(owner) or _gone(owner, _me())
+
+
+def _former_start(owner: dict[str, Any]) -> bool:
+    """Whether the holder was started by this Slurm job, before it was queued again."""
+    mine, theirs = _me()["slurm"], owner.get("slurm")
+    return bool(mine and theirs and theirs[0] == mine[0] and int(theirs[1]) < int(mine[1]))
 
 
 def _gone(owner: dict[str, Any], me: dict[str, Any]) -> bool:

@@ -179,8 +179,10 @@ class RunDir:
 
         What is not given stays, so that the launcher can record an end without knowing the time table. A state of
         `running` clears the end of the session before. `time` (the clock's table) is kept with its moment, `time_at`.
-        Returns what was written.
+        Returns what was written. A session that a later one has superseded writes nothing.
         """
+        if self.session and self.session < self.last_session():  # it lives on, on a node that its scheduler has lost
+            return {}
         state = fields.get("state")
         if state is not None and state not in STATES:
             raise ValueError(f"no state is called {state!r}; there are {', '.join(sorted(STATES))}")
@@ -289,6 +291,11 @@ class RunDir:
             self.last_words()
             self.lock.release()
             self.lock = None
+
+    @property
+    def taken_over(self) -> bool:
+        """Whether a later start of the same Slurm job has claimed the directory meanwhile."""
+        return self.lock is not None and self.lock.lost
 
     def last_words(self) -> None:
         """Give the reserve up, for the record of a failure."""

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpdist import slurm
+from mpdist import slurm, watch
 from mpdist.errors import Preempted, UsageError
 from mpdist.lines import dump, read_json, write_atomic
 from mpdist.record import RunDir
@@ -52,8 +52,21 @@ def run(resolved: Resolved, step_status: int) -> int:
         return step_status or 1
     if state == "preempted":
         _say(_requeue(resolved, run_dir, status, job))
+    elif state != "done":
+        _say(_why(run_dir, status))
     code = status.get("exit")
     return int(_STATUS[str(state)] if code is None else code)
+
+
+def _why(run_dir: RunDir, status: Mapping[str, Any]) -> str:
+    """How a run ended badly, for the last lines of the job's log, which srun's own would be otherwise."""
+    rank, where = status.get("rank"), f"at step {status.get('step')}"
+    session = run_dir.session_path(int(status["session"]))
+    text = f"the run {'has ' * (status['state'] == 'diverged')}{status['state']} {where}: {status.get('reason')}"
+    if rank is None:
+        return f"{text}\n  logs: {session / 'logs'}"
+    host = (read_json(session / "ranks" / f"{rank:05d}.json") or {}).get("host", "an unknown host")
+    return f"{text}\n  rank: {rank} on {host}, which has said more in {watch.log_of(session, rank)}"
 
 
 def _requeue(resolved: Resolved, run_dir: RunDir, status: Mapping[str, Any], job: Mapping[str, Any]) -> str:

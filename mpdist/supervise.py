@@ -255,6 +255,10 @@ class Child:
         text = watch.read_text_tail(self.log)
         return "closing signal" in text and "death signal" not in text
 
+    def end_at_once(self) -> None:
+        """SIGKILL the ranks and torchrun: what they write would not count any more."""
+        self._kill(with_agent=True)
+
     def _kill(self, with_agent: bool) -> None:
         """SIGKILL every process of the run; without torchrun itself, it gets to write down how its workers ended."""
         self.killed = True

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import time
 import traceback
@@ -91,10 +92,22 @@ def main(resolved: Resolved, world: World) -> NoReturn:
         raise
     except BaseException as error:  # some of torch's errors lie outside Exception
         status = _failed(seat, _expected(seat, error))
+    spare_restarts(status)
     # No farewell: it takes the interpreter a second, and after a failure others may wait in a collective for this rank.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def spare_restarts(status: int) -> None:
+    """Under a torchrun with --max-restarts: have it end where another start of the ranks would end no better.
+
+    What is left to restart is a crash and a machine's fault: not a refusal, a divergence, nor a stop with all saved.
+    """
+    env = os.environ
+    left = env.get("TORCHELASTIC_RESTART_COUNT", "0") != env.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if left and "TORCHELASTIC_RUN_ID" in env and status not in (0, 1, MachineError.status):
+        os.kill(os.getppid(), signal.SIGTERM)
 
 
 @contextlib.contextmanager

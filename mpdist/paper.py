@@ -30,9 +30,11 @@ def section(title: str, inner: str, apart: bool = True) -> str:
     return f"<section{kind}>\n<h2>{escape(title)}</h2>\n{inner}\n</section>"
 
 
-def figure(drawing: str, caption: str = "") -> str:
+def figure(drawing: str, caption: str = "", name: str = "") -> str:
+    """name: by which the page finds it (an id)."""
     said = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
-    return f"<figure>{said}{drawing}</figure>"
+    own = f' id="{escape(name)}"' if name else ""
+    return f"<figure{own}>{said}{drawing}</figure>"
 
 
 def legend(style: Style, parts: Iterable[str]) -> str:
@@ -89,6 +91,10 @@ th:last-child, td:last-child { padding-right: 0; overflow-wrap: anywhere; }
 td:first-child { white-space: nowrap; }
 .n { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
 tr { break-inside: avoid; }
+.dense table { font-size: 11px; }
+.dense th, .dense td { padding-right: 10px; }
+.dense .n { white-space: normal; }
+.dense th.n { overflow-wrap: anywhere; }
 .notes { margin: 20px 0 0; padding-left: 18px; font-size: 11px; color: #333; break-inside: avoid; }
 @media (max-width: 700px) { figure > svg { max-width: none; } }
 @media print {

@@ -51,7 +51,7 @@ for (const drawing of document.querySelectorAll("svg:not(.swatch)")) {
     }
   }
 }
-for (const box of document.querySelectorAll("p, dt, dd, b, li, td, th, h1, h2, figcaption"))
+for (const box of document.querySelectorAll("p, dt, dd, b, li, td, th, h1, h2, figcaption, section"))
   if (box.scrollWidth > box.clientWidth + 1 && box.clientWidth) found.cut.push("wider than its box: " + box.textContent);
 const report = document.createElement("pre");
 report.id = "report"; report.textContent = JSON.stringify(found);

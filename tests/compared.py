@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from mpdist.compare.tree import Run
+from mpdist.compare.analyse import analyse
+from mpdist.compare.tree import Comparison, Run
 from mpdist.config import leaves, load
 from mpdist.record import read_metrics
 
@@ -223,6 +224,23 @@ def residuals(draw: np.random.Generator, count: int, steps: int) -> list[np.ndar
     curves = curves - curves.mean(axis=0)
     chosen = draw.choice(len(curves), count, replace=False)
     return [_stretched(curves[i], steps) * draw.choice((-1.0, 1.0)) * (np.arange(steps) > 0) for i in chosen]
+
+
+def compared_arms(steps: int = 300, seeds: int = 3, **asked: Any) -> Comparison:
+    """FP32, BF16 twice as fast, FP16 with a scale that finds its place, and FP32 again as the control."""
+    draw, made = np.random.default_rng(0), []
+    apart = [residuals(draw, seeds, steps) for _ in range(3)]
+    skips = [(1, "non-finite gradients"), (2, "non-finite gradients")]
+    arms = (("fp32", (), 1.0, None), ("bf16", ("precision.compute=bf16",), 0.5, 0),
+            ("fp16", ("precision.compute=fp16",), 0.6, 1), ("fp32-control", (), 1.0, 2))  # fmt: skip
+    for seed in range(seeds):
+        for name, settings, factor, other in arms:
+            scaled = {"scale": 65536.0, "skips": [*skips, (170 + seed, skips[0][1])]} if name == "fp16" else {}
+            made.append(Made(
+                f"{name}-seed{seed}", seed, steps, settings, step_times(draw, steps) * factor, loss_of(seed, steps),
+                None if other is None else apart[other][seed], eval_every=30, **scaled,
+            ))  # fmt: skip
+    return analyse([one.run() for one in made], None, against="fp32", **asked)
 
 
 def loss_of(seed: int, steps: int) -> np.ndarray:

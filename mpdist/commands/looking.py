@@ -126,6 +126,7 @@ def compare(argv: Sequence[str]) -> int:
         help="such as 'loss_gap<=0.25%%'; status 7 if it does not hold",
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--html", metavar="FILE", help="draw the comparison, with its curves and tables, into a file")
     arguments = parse(parser, argv)
     from mpdist.compare import command
 
@@ -138,4 +139,5 @@ def compare(argv: Sequence[str]) -> int:
         target=arguments.to_loss,
         gates=arguments.gate,
         as_json=arguments.json,
+        html=arguments.html,
     )

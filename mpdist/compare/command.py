@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from mpdist.compare import fairness
 from mpdist.compare.analyse import WARMUP, compare
 from mpdist.compare.tree import Comparison
-from mpdist.errors import GateFailed
+from mpdist.errors import GateFailed, UsageError
 
 
 def run(
@@ -20,8 +22,12 @@ def run(
     target: float | None = None,
     gates: Sequence[str] = (),
     as_json: bool = False,
+    html: str | None = None,
 ) -> int:
-    """Prints the comparison. Raises UsageError where it is refused, GateFailed where a gate does not hold; see `compare`."""
+    """Prints the comparison. Raises UsageError where it is refused, GateFailed where a gate does not hold; see `compare`.
+
+    html: a file to draw it into, also where it is refused.
+    """
     found = compare(
         paths,
         treatment=treatment,
@@ -31,6 +37,8 @@ def run(
         target=target,
         gate=gates,
     )
+    if html is not None:
+        _draw(found, html)
     if as_json:
         from mpdist.compare.report import as_json as report
         from mpdist.lines import dump
@@ -44,6 +52,17 @@ def run(
         print(text(found))
     _check(found)
     return 0
+
+
+def _draw(found: Comparison, file: str) -> None:
+    from mpdist.compare import html
+
+    path = Path(file)
+    try:
+        path.write_text(html.page(found), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--html {file}", error.strerror or str(error), "give a file that can be written") from None
+    print(f"the comparison is drawn in {path.absolute()}", file=sys.stderr, flush=True)
 
 
 def _check(found: Comparison) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from mpdist.compare.tree import Arm, AtTime, Comparison, Estimate, Figures, Pair
 from mpdist.compare.verdict import number, times
 from mpdist.units import format_bytes
 
 NOTHING = "-"
+HOLDS = {True: "holds", False: "DOES NOT HOLD", None: "DOES NOT HOLD (undecided)"}
 _ITSELF = "nothing differs: one configuration against itself"
 _MASTERS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
@@ -18,23 +20,32 @@ def text(found: Comparison) -> str:
     parts = [
         _headline(found),
         _verdicts(found),
-        _arms(found),
-        _steps(found),
-        _seconds(found),
-        _to_loss(found),
+        *(one.lines() for one in (arms(found), steps(found), seconds(found), to_loss(found))),
         _gates(found),
         _guide(found),
     ]
     return "\n\n".join("\n".join(part) for part in parts if part)
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns, the first set left, the others right."""
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    return [
-        ("  " + "  ".join([row[0].ljust(widths[0]), *(cell.rjust(wide) for cell, wide in zip(row[1:], widths[1:], strict=True))])).rstrip()
-        for row in [head, *rows]
-    ]  # fmt: skip
+@dataclass(frozen=True)
+class Table:
+    """What stands in columns, the first set left and the others right. note: a line below it."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+
+    def lines(self) -> list[str]:
+        """As text; nothing without a row."""
+        if not self.rows:
+            return []
+        every = [self.head, *self.rows]
+        widths = [max(len(row[i]) for row in every) for i in range(len(self.head))]
+        found = [
+            "  ".join([row[0].ljust(widths[0]), *(cell.rjust(wide) for cell, wide in zip(row[1:], widths[1:], strict=True))])
+            for row in every
+        ]  # fmt: skip
+        return [f"  {line}".rstrip() for line in [*found, *([self.note] if self.note else [])]]
 
 
 def _headline(found: Comparison) -> list[str]:
@@ -46,14 +57,17 @@ def _headline(found: Comparison) -> list[str]:
     lines += [f"ALLOWED    {one}: not the treatment, accepted by --allow" for one in found.allowed]
     lines += [f"DEFECT     {one.run}: {one.name}: {one.text}" for one in found.defects]
     lines += [f"note       {note.text}" for note in found.notes]
-    lines.append(
-        f"clocks     train: inside windows; total: from the first start, gaps between sessions left out. Both begin behind step "
-        f"{found.warmup_step} (warm-up of {found.warmup} windows, in all arms alike)"
-    )
-    lines.append(
-        f"intervals  t over seeds, losses paired; {1 - found.level:.1%} each, so that an arm's claims (speed, loss, drift) keep 95 %"
-    )
-    return lines
+    return lines + bases(found)
+
+
+def bases(found: Comparison) -> list[str]:
+    """What the clocks and the intervals are."""
+    behind = f"step {found.warmup_step} (warm-up of {found.warmup} windows, in all arms alike)"
+    claims = "so that an arm's claims (speed, loss, drift) keep 95 %"
+    return [
+        f"clocks     train: inside windows; total: from the first start, gaps between sessions left out. Both begin behind {behind}",
+        f"intervals  t over seeds, losses paired; {1 - found.level:.1%} each, {claims}",
+    ]
 
 
 def _verdicts(found: Comparison) -> list[str]:
@@ -127,7 +141,7 @@ _ROWS: tuple[tuple[str, Callable[[Arm], str]], ...] = (
 )  # fmt: skip
 
 
-def _arms(found: Comparison) -> list[str]:
+def arms(found: Comparison) -> Table:
     """One column an arm; rows that nobody has are left out. Below: what the train clock leaves out."""
     head = ["means over seeds", *(f"{arm.name}{' (A/A)' * arm.control}" for arm in found.arms)]
     rows = [[name, *(cell(arm) for arm in found.arms)] for name, cell in _ROWS]
@@ -136,7 +150,7 @@ def _arms(found: Comparison) -> list[str]:
         [f"  not in train: {label}", *(f"{arm.figures.time.get(label, 0.0):,.1f}" for arm in found.arms)]
         for label in labels
     ]
-    return table(head, [row for row in rows if set(row[1:]) != {NOTHING}])
+    return Table(head, [row for row in rows if set(row[1:]) != {NOTHING}])
 
 
 # -- one against the other ---------------------------------------------------------------------------------------------------
@@ -173,7 +187,7 @@ def _thinned(pair: Pair) -> list[int]:
     return sorted(wanted)
 
 
-def _steps(found: Comparison) -> list[str]:
+def steps(found: Comparison) -> Table:
     rows = []
     for pair in found.pairs:
         for at in (pair.matched_steps[i] for i in _thinned(pair)):
@@ -186,22 +200,25 @@ def _steps(found: Comparison) -> list[str]:
             ]
             rows.append([pair.arm, *counts, *losses])
     head = "at matched steps, step, attempts, label tokens, evaluation loss, gap, perplexity ratio, training gap (last tenth)"
-    return table(head.split(", "), rows) if rows else []
+    return Table(head.split(", "), rows)
 
 
 def _loss(value: float) -> str:
     return f"{value:.4f}"
 
 
-def _seconds(found: Comparison) -> list[str]:
+def seconds(found: Comparison) -> Table:
     rows = []
     for pair in found.pairs:
         for at in pair.matched_seconds:
             cells = [at.clock, f"{at.seconds:,.1f}", _two(at.step, lambda v: f"{v:,.0f}"), _two(at.eval_loss, _loss)]
             rows.append([pair.arm, *cells, _gap(at.eval_loss_gap), _phase(at)])
     head = "at matched seconds, clock, seconds, step, evaluation loss, gap, schedule"
-    told = "  the loss at a second is on the straight line between the evaluations before and after it"
-    return [*table(head.split(", "), rows), told] if rows else []
+    return Table(
+        head.split(", "),
+        rows,
+        "the loss at a second is on the straight line between the evaluations before and after it",
+    )
 
 
 def _phase(at: AtTime) -> str:
@@ -210,26 +227,24 @@ def _phase(at: AtTime) -> str:
     return f"{at.phase[0]:.0%} | {at.phase[1]:.0%}" + ("" if at.same_phase else " !")
 
 
-def _to_loss(found: Comparison) -> list[str]:
+def to_loss(found: Comparison) -> Table:
     rows = []
     for pair in found.pairs:
         to = pair.to_loss
         if to is not None:
-            steps, (seconds, total) = (
+            made, trained, total = (
                 _two(to.steps, "{:,.0f}".format),
-                (_two(s, "{:,.1f}".format) for s in (to.train_s, to.total_s)),
+                *(_two(s, "{:,.1f}".format) for s in (to.train_s, to.total_s)),
             )
-            rows.append(
-                [pair.arm, _loss(to.target), steps, _ratio(to.steps_ratio), seconds, _ratio(to.train_s_ratio), total]
-            )
+            ratios = [_ratio(to.steps_ratio), _ratio(to.train_s_ratio)]
+            rows.append([pair.arm, _loss(to.target), made, ratios[0], trained, ratios[1], total])
     head = "to reach a loss, loss, steps, ratio, train seconds, ratio, total seconds"
-    return table(head.split(", "), rows) if rows else []
+    return Table(head.split(", "), rows)
 
 
 def _gates(found: Comparison) -> list[str]:
-    words = {True: "holds", False: "DOES NOT HOLD", None: "DOES NOT HOLD (undecided)"}
     return (
-        ["gates", *(f"  {words[one.holds]}: {one.gate} for {one.arm}: {one.text}" for one in found.gates)]
+        ["gates", *(f"  {HOLDS[one.holds]}: {one.gate} for {one.arm}: {one.text}" for one in found.gates)]
         if found.gates
         else []
     )

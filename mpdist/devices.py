@@ -23,7 +23,8 @@ class Device:
     peak_16bit, peak_tf32, peak_fp32: FLOP/s of matrix products; peak_tf32 is None where the part has no TF32, or where
     it depends on the library whether it is used (AMD). memory_bandwidth: bytes/s. link: bytes/s in one direction to all
     peers in a node together, over ``link_name``; the bridges that some PCIe cards can get are not counted; None where
-    the sheet leaves it to the system. bf16: whether BF16 products are native; FP16 ones are on all of them.
+    the sheet leaves it to the system. bf16: whether BF16 products are native; FP16 ones are on all of them. host: bytes/s
+    in one direction to the memory of its host, over ``host_name``; None where the sheet leaves it to the system.
     """
 
     name: str
@@ -36,6 +37,8 @@ class Device:
     link_name: str
     source: str
     bf16: bool = True
+    host: float | None = None
+    host_name: str = ""
 
     def peak(self, compute: str, tf32: bool = False) -> float | None:
         """FLOP/s of matrix products in ``compute`` (fp32, bf16, fp16); None where that is not known or not native.
@@ -63,6 +66,11 @@ _LINKS: dict[str, float | None] = {
     "Infinity Fabric, 7 links": 448e9,
     "": None,
 }
+# How a module that has links of another kind to its peers reaches its host.
+_HOSTS = {
+    **dict.fromkeys(("B200", "H200 SXM", "H100 SXM", "H800 SXM", "H20", "MI325X", "MI300X"), "PCIe 5.0 x16"),
+    **dict.fromkeys(("A100 SXM 80GB", "A100 SXM 40GB", "A800 SXM"), "PCIe 4.0 x16"),
+}
 
 
 def _device(
@@ -78,7 +86,10 @@ def _device(
     half, tf32, single = (None if rate is None else rate * 1e12 for rate in rates)
     assert half is not None
     assert single is not None
-    return Device(name, gb * 10**9, half, tf32, single, bandwidth * 1e9, _LINKS[link], link, source, bf16)
+    host = link if link.startswith("PCIe") else _HOSTS.get(name, "")
+    return Device(
+        name, gb * 10**9, half, tf32, single, bandwidth * 1e9, _LINKS[link], link, source, bf16, _LINKS[host], host
+    )
 
 
 _HOPPER = (989.4, 494.7, 67.0)

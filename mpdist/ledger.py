@@ -212,8 +212,9 @@ def beside_plan(rows: Sequence[dict[str, Any]], planned: Mapping[str, Mapping[st
     """The rows with what the plan expected of each class and why they differ. A planned class that was not measured gets a
     row of its own with its planned peak.
 
-    planned: row -> {"bytes": at rest, "peak": bytes, "formula": text, "error": stated relative error} of one rank; of the
-    row `peak` the bytes without the overhead. A row that is further off than its error and FLOOR has ``off: true``.
+    planned: row -> {"bytes": at rest, "peak": bytes, "formula": text, "error": stated relative error} of one rank, with
+    "least" where the data may make it fewer; of the row `peak` the bytes without the overhead. A row that is further off
+    than its error and FLOOR has ``off: true``.
     """
     totals: dict[tuple[str, int], int] = defaultdict(int)
     for row in rows:
@@ -250,12 +251,14 @@ def _compared(
     process = name == "overhead" or (name == "peak" and not followed)
     expected = plan["peak"] if name in PASSING else plan["bytes"]
     expected += plan.get("overhead", 0) if process and name == "peak" else 0
+    least = min(expected, plan.get("least", expected))
     gap, above, allowed = total - expected, 0, plan.get("error", 0.0)
     if "measured_peak_bytes" in row:
         out["planned_peak_bytes"] = plan["peak"]
         above = row["measured_peak_bytes"] - plan["peak"]
     fewer = name == "logits" and gap < 0  # positions without a label take nothing there; the plan counts on none
-    off = (abs(gap) > allowed * expected + floor and not fewer) or above > allowed * plan["peak"] + floor
+    short = least - total > allowed * least + floor and not fewer
+    off = short or gap > allowed * expected + floor or above > allowed * plan["peak"] + floor
     out["planned_bytes"] = expected
     if gap == 0 and not off:
         return {**out, "cause": "as planned"}
@@ -263,12 +266,18 @@ def _compared(
         return {**out, "cause": "the process as a whole is measured: interpreter, libraries and allocator included"}
     if name in STATES and not off and abs(gap) <= 0.02 * max(expected, 1) + 65536:
         return {**out, "cause": "parameters are cut where ranks do not divide them, so some hold a little more or less"}
-    far = f"{gap:+d} bytes" if gap else f"{above:+d} bytes at its own peak"
-    cause = f"{far} against {plan['formula']}"
+    far = _apart(gap) if gap else f"{_apart(above)} at its own peak"
+    cause = f"{far} than {plan['formula']}"
+    if gap < 0 and least < expected:
+        cause += f"; {least:,} bytes where each row holds one document"
     if not off:
         return {**out, "cause": cause}
     made = f"; most of it was made at {site}" if site else ""
     return {**out, "off": True, "cause": f"{cause}; stated to be good to {allowed:.0%}{made}"}
+
+
+def _apart(gap: int) -> str:
+    return f"{abs(gap):,} bytes {'more' if gap > 0 else 'less'}"
 
 
 def _unmeasured(name: str, plan: Mapping[str, Any]) -> str:

@@ -6,8 +6,8 @@ world it finds and refuses to go on if the two differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from mpdist.arch import Arch, Unknown, model_flops_per_token
 from mpdist.config import Config, check_world
 from mpdist.errors import ConfigError, DoesNotFit, MpdistError, UsageError
 from mpdist.plan_advice import Candidate, MoreRanks, Suggestion, advise, candidates
-from mpdist.plan_memory import MARGIN, Asked, Row, ledger_of, loss_chunk_rows
+from mpdist.plan_memory import MARGIN, OVERHEAD, Asked, Row, ledger_of, loss_chunk_rows
 from mpdist.plan_search import Search, divisors
 from mpdist.plan_simulated import Simulated
 from mpdist.plan_states import states_of
@@ -79,9 +79,12 @@ class Plan:
     flops_per_token: float | None
     loss_chunk_rows: int | None
     saves: Saves | None
+    world_from: str = ""  # where the number of ranks is from, as it is told
     # Bytes by row at each moment of a step, in its order; rows on the host included.
     moments: tuple[tuple[str, dict[str, int]], ...] = ()
     candidates: tuple[Candidate, ...] = ()  # settings that fit, cheapest first, where somebody has asked for them
+    # Of rows that pack documents: the same bytes where each row holds one, which attention needs no mask for.
+    unmasked: Mapping[str, int] = field(default_factory=dict)
     time: Time | None = None  # of a step, where the device is known
     time_unknown: str = ""  # why it is not, where a device was named
     simulation: Simulated | None = None  # where somebody has asked for one; `fits` follows it
@@ -101,6 +104,7 @@ class Plan:
             "peak_bytes_per_rank": self.peak_bytes,
             "peak_moment": self.peak_moment,
             "host_bytes_per_rank": self.host_bytes,
+            "host_bytes_per_node": self.host_bytes * a.per_node,
             "memory_bytes": self.memory_bytes,
             "fits": self.fits,
             "suggestions": [str(s) for s in self.suggestions],
@@ -132,7 +136,8 @@ class Plan:
     def ledger(self) -> dict[str, dict[str, Any]]:
         """What the measured ledger is held against: row -> bytes (at rest), peak, formula, error (relative, as stated).
 
-        Row ``peak`` is the rank's without the overhead, which no tracker of tensors sees, and says that apart.
+        Row ``peak`` is the rank's without the overhead, which no tracker of tensors sees, and says that apart. Where rows
+        pack documents, ``least`` is what takes fewer bytes in a window whose rows hold one document each.
         """
         found: dict[str, dict[str, Any]] = {
             r.row: {
@@ -147,7 +152,9 @@ class Plan:
             over = sum(r.at_peak_bytes for r in self.rows if r.row == "overhead")
             peak = self.peak_bytes - over
             found["peak"] = {"bytes": peak, "peak": peak, "overhead": over, "error": PEAK_ERROR}
-            found["peak"]["formula"] = f"at {self.peak_moment}"
+            found["peak"]["formula"] = f"the peak planned at {self.peak_moment}"
+        for name, least in self.unmasked.items():
+            found[name]["least"] = least
         return found
 
     def text(self) -> str:
@@ -267,6 +274,11 @@ def _with_model(base: Plan, cfg: Config, arch: Arch, memory: int | None, alterna
     found = ledger_of(asked, arch)
     search = Search(cfg, asked, arch, memory) if memory is not None else None
     suggestions, more = advise(search) if search is not None else ([], None)
+    unmasked = {}
+    if asked.packing != "none":
+        alone = ledger_of(replace(asked, packing="none"), arch)
+        unmasked = {"activations": next(row.peak_bytes for row in alone.rows if row.row == "activations")}
+        unmasked["peak"] = alone.peak_bytes - OVERHEAD[asked.device]
     return replace(
         base,
         parameters=arch.total,
@@ -283,6 +295,7 @@ def _with_model(base: Plan, cfg: Config, arch: Arch, memory: int | None, alterna
         flops_per_token=model_flops_per_token(arch, asked.seq_len),
         loss_chunk_rows=loss_chunk_rows(arch.vocab, asked.micro * asked.seq_len, asked.loss_chunk),
         moments=found.moments,
+        unmasked=unmasked,
         candidates=tuple(candidates(search)) if search is not None and alternatives else (),
     )
 

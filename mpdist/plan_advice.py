@@ -7,7 +7,7 @@ model's own arithmetic (``plan_search.Search.cost``).
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,20 +35,25 @@ class Suggestion:
 
 @dataclass(frozen=True)
 class Candidate:
-    """Settings that fit. change: what differs from the configuration, as overrides; empty where nothing does.
+    """Settings that fit. changes: what differs from the configuration, by key; empty where nothing does.
 
     rows: the whole plan of memory. sent: bytes that a rank sends in a step. recompute: FLOPs of forward that are done once
     more in backward, as a share of forward's own.
     """
 
     asked: Asked
-    change: str
+    changes: Mapping[str, str | int]
     peak_bytes: int
     is_close: bool  # fits, by less than the estimate may be off
     sent_within: int
     sent_between: int
     recompute: float
     rows: tuple[Row, ...]
+
+    @property
+    def change(self) -> str:
+        """The changes as overrides of a command line."""
+        return overrides(self.changes)
 
     @property
     def host_bytes(self) -> int:
@@ -66,6 +71,7 @@ class Candidate:
             "peak_bytes_per_rank": self.peak_bytes,
             "is_close": self.is_close,
             "host_bytes_per_rank": self.host_bytes,
+            "host_bytes_per_node": self.host_bytes * self.asked.per_node,
             "sent_bytes_within": self.sent_within,
             "sent_bytes_between": self.sent_between,
             "recompute": self.recompute,
@@ -105,7 +111,7 @@ def advise(search: Search) -> tuple[list[Suggestion], MoreRanks | None]:
     if search.fits(search.asked):
         larger = room(search)
         return [larger] if larger else [], None
-    found = smallest(search)
+    found = [_suggestion(search, one) for one in smallest(search)]
     if found:
         return found, None
     found = [nearest(search)]
@@ -113,15 +119,16 @@ def advise(search: Search) -> tuple[list[Suggestion], MoreRanks | None]:
         half = {"precision.compute": "bf16"}
         cfg, asked = with_values(search.cfg, half), replace(search.asked, compute="bf16")
         narrow = Search(cfg, asked, search.arch, search.memory)
-        ways = [_suggestion(narrow, asked)] if narrow.fits(asked) else smallest(narrow, 1)
-        found += [replace(way, change=f"{overrides(half)} {way.change}".rstrip()) for way in ways]
+        ways = [asked] if narrow.fits(asked) else smallest(narrow, 1)
+        for way in (_suggestion(narrow, one) for one in ways):
+            found.append(replace(way, change=f"{overrides(half)} {way.change}".rstrip()))
     return found, more_ranks(search)
 
 
 def candidates(search: Search) -> list[Candidate]:
-    """The settings that fit, cheapest first: of each level the cheapest, and where that fits by less than the
-    estimate may be off, the cheapest that does not; and the configuration's own."""
-    found = {search.asked} if search.fits(search.asked) else set[Asked]()
+    """Settings that fit, cheapest first: of each level the cheapest, and where that fits by less than the estimate may be
+    off, the cheapest that does not; and the configuration's own, or else the smallest changes that make it fit."""
+    found = {search.asked} if search.fits(search.asked) else set(smallest(search))
     levels: dict[int, list[Asked]] = {}
     for layout in search.layouts:
         for micro in search.micros:
@@ -148,12 +155,15 @@ def _candidate(search: Search, asked: Asked) -> Candidate:
     found = search.ledger(asked)
     close = found.peak_bytes > (1 - MARGIN) * search.memory
     recompute = search.recompute(asked.checkpointing)
-    return Candidate(asked, search.change(asked), found.peak_bytes, close, *search.sent(asked), recompute, found.rows)
+    return Candidate(asked, search.settings(asked), found.peak_bytes, close, *search.sent(asked), recompute, found.rows)
 
 
-def smallest(search: Search, count: int = 3) -> list[Suggestion]:
+def smallest(search: Search, count: int = 3) -> list[Asked]:
     """The changes of the fewest keys that make it fit, of as few the cheapest; different keys before other values of
     the same, and no key that is not needed."""
+    key = search.memory, count
+    if key in search.smallest:
+        return search.smallest[key]
     kept: list[Asked] = []
     for keys in range(1, len(KEYS) + 1):
         kept += sorted(_fitting(search, keys), key=search.order)
@@ -162,8 +172,8 @@ def smallest(search: Search, count: int = 3) -> list[Suggestion]:
             break
     first = {frozenset(search.settings(one)): one for one in reversed(kept)}
     chosen = [one for one in kept if one in first.values()] + [one for one in kept if one not in first.values()]
-    chosen = sorted(chosen[:count], key=lambda one: (len(search.settings(one)), search.order(one)))
-    return [_suggestion(search, one) for one in chosen]
+    found = sorted(chosen[:count], key=lambda one: (len(search.settings(one)), search.order(one)))
+    return search.smallest.setdefault(key, found)
 
 
 def _suggestion(search: Search, asked: Asked) -> Suggestion:

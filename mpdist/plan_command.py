@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import shlex
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from mpdist import plan_text
 from mpdist.arch import Arch, Unknown, look
 from mpdist.config.load import COMMAND_LINE
 from mpdist.config.write import block
@@ -16,16 +21,12 @@ from mpdist.errors import DoesNotFit, UsageError
 from mpdist.plan import Plan, make
 from mpdist.plan_advice import Candidate
 from mpdist.plan_memory import MARGIN
-from mpdist.plan_search import KEYS
+from mpdist.plan_simulated import refuse
 from mpdist.units import format_bytes
 
 if TYPE_CHECKING:
     from mpdist.config import Config, Resolved
     from mpdist.devices import Device
-
-# What decides bytes beside the keys that advice sets: given on the command line, it has to be in the fragment too.
-_DECIDING = ("batch.", "shard.", "precision.", "reduce.", "memory.", "data.seq_len", "data.packing", "model.attention",
-             "model.freeze", "optim.fused", "checkpoint.background", "launch.device")  # fmt: skip
 
 
 def run(
@@ -58,27 +59,49 @@ def run(
         device = require(gpu, memory_bytes)
         memory_bytes = memory_bytes or device.memory_bytes
     nodes = nodes or cfg.launch.nodes
-    ranks = _ranks(resolved) if ranks is None else ranks
+    ranks, whence = _ranks(resolved) if ranks is None else (ranks, "--ranks")
     if suggest and memory_bytes is None:
         raise UsageError(
             "--suggest", "it asks what fits, and no memory is given", "give --memory, such as 80GiB, or --gpu"
         )
+    if suggest and simulate:
+        do = "save what it prints, and plan that file with --simulate"
+        raise UsageError("--suggest with --simulate", "a simulation proves a configuration as it stands", do)
     shape = look(cfg.model.path, cfg.model.config, cfg.model.revision)
     origin = resolved.origins.get
     plan = make(cfg, shape, ranks, nodes, memory_bytes, lambda name: origin(name, "config"), alternatives=True)
+    plan = replace(plan, world_from=whence)
     if isinstance(shape, Arch) and (device is not None or peak is not None):
         plan = _timed(plan, cfg, shape, device, peak, network)
     if simulate:
-        from mpdist.simulate import simulate as play
-
-        plan = plan.simulated(play(cfg, plan.asked, every_layer))
+        refuse(plan.asked)
+    if not as_json and not suggest:
+        print(plan.text(), flush=True)
+    if simulate:
+        plan = _simulated(plan, cfg, every_layer)
+        if not as_json:
+            print("\n".join(plan_text.comparison(plan)))
     if html is not None:
-        _draw(plan, html)
+        _draw(plan, html, cfg.name, device.name if device is not None else "")
     if suggest:
         print(fragment(resolved, plan, shape), end="")
         return 0
-    print(json.dumps(plan.to_json(), indent=2) if as_json else plan.text())
+    if as_json:
+        print(json.dumps(plan.to_json(), indent=2))
     return DoesNotFit.status if plan.fits is False else 0
+
+
+def _simulated(plan: Plan, cfg: Config, every_layer: bool) -> Plan:
+    began = time.perf_counter()
+
+    def say(text: str) -> None:
+        print(f"simulation: {text}", file=sys.stderr, flush=True)
+
+    say("torch and transformers are being loaded")
+    from mpdist.simulate import simulate
+
+    say(f"they are there: {time.perf_counter() - began:.1f} s; now the model is played on tensors without memory")
+    return plan.simulated(simulate(cfg, plan.asked, every_layer, say))
 
 
 def _timed(
@@ -90,23 +113,30 @@ def _timed(
     told = "--peak" if peak is not None else "track.peak_tflops"
     if peak is None and cfg.track.peak_tflops is not None:
         peak = cfg.track.peak_tflops * 1e12
-    time = plan_time.estimate(asked, shape, plan.traffic, device, tf32=tf32, peak=peak, network=network)
-    if time is None:
+    found = plan_time.estimate(asked, shape, plan.traffic, device, tf32=tf32, peak=peak, network=network)
+    if found is None:
         return replace(plan, time_unknown=plan_time.missing(asked, device, tf32))
-    return replace(plan, time=time if peak is None else replace(time, peak_from=told))
+    return replace(plan, time=found if peak is None else replace(found, peak_from=told))
 
 
-def _ranks(resolved: Resolved) -> int:
+def _ranks(resolved: Resolved) -> tuple[int, str]:
+    """(ranks of a node, where that number is from)."""
     launch = resolved.config.launch
     if isinstance(launch.ranks, int):
-        return launch.ranks
+        return launch.ranks, f"launch.ranks, {resolved.origins.get('launch.ranks', 'config')}"
+    if launch.device == "cpu":
+        return 1, "launch.ranks = auto on a CPU"
     from mpdist.place import visible_devices
 
-    return 1 if launch.device == "cpu" else max(1, visible_devices(os.environ))
+    seen = visible_devices(os.environ)
+    return max(
+        1, seen
+    ), f"{seen} GPU{'s' * (seen != 1)} visible here" if seen else "no GPU is visible here: give --ranks"
 
 
 def fragment(resolved: Resolved, plan: Plan, shape: Arch | Unknown | None) -> str:
-    """The cheapest settings that fit as YAML, to stand in a configuration or to be its parent.
+    """The cheapest settings that fit with the estimate's margin to spare, else the cheapest that fit, as a configuration
+    that extends the one they are of; it works wherever it is saved.
 
     Raises DoesNotFit where nothing fits, UsageError where the model's shape is not known.
     """
@@ -115,50 +145,59 @@ def fragment(resolved: Resolved, plan: Plan, shape: Arch | Unknown | None) -> st
         raise UsageError("--suggest", f"bytes are not known: {why}", "give a model.path whose config.json can be read")
     if not plan.candidates:
         plan.require_fit()
-    best = plan.candidates[0]
+    best = next((one for one in plan.candidates if not one.is_close), plan.candidates[0])
+    world = {"launch.ranks": plan.asked.per_node, "launch.nodes": plan.asked.nodes}
+    given = _given(resolved)
     values: dict[str, Any] = {}
-    for name, value in (_given(resolved) | best.settings).items():
+    for name, value in (given | best.settings | world).items():
         *path, leaf = name.split(".")
         holder = values
         for part in path:
             holder = holder.setdefault(part, {})
         holder[leaf] = value
-    return "".join(f"# {line}\n" for line in _comment(resolved, plan, best)) + block(values)
+    lines = _comment(resolved, plan, best, {**given, **best.changes, **world})
+    return "".join(f"# {line}\n" for line in lines) + block({"extends": str(resolved.path.resolve())} | values)
 
 
 def _given(resolved: Resolved) -> dict[str, Any]:
-    """The deciding keys that the command line sets, by dotted name."""
+    """What the command line sets, by dotted name; of a list that it changes all elements."""
     found = {}
     for name, origin in resolved.origins.items():
-        if origin == COMMAND_LINE and name.startswith(_DECIDING) and name not in KEYS.values():
+        if origin == COMMAND_LINE:
+            parts = list(itertools.takewhile(lambda part: not part.isdecimal(), name.split(".")))
             value: Any = resolved.values()
-            for part in name.split("."):
+            for part in parts:
                 value = value[part]
-            found[name] = value
+            found[".".join(parts)] = value
     return found
 
 
-def _comment(resolved: Resolved, plan: Plan, best: Candidate) -> list[str]:
+def _comment(resolved: Resolved, plan: Plan, best: Candidate, settings: Mapping[str, Any]) -> list[str]:
     a = plan.asked
     world = f"{a.ranks} rank{'s' * (a.ranks != 1)} on {a.nodes} node{'s' * (a.nodes != 1)}"
     sent = format_bytes(best.sent_within + best.sent_between)
     text = f"For {world} with {format_bytes(plan.memory_bytes or 0)} each: peak {format_bytes(best.peak_bytes)}; "
     text += f"a rank sends {sent} a step; {best.recompute:.0%} of forward is computed twice; "
     text += f"{best.asked.accumulation} micro-batch{'es' * (best.asked.accumulation != 1)} a step."
-    lines = [text, f"`extends: {resolved.path}` above these lines makes a configuration of them."]
+    lines = [text]
     if best.is_close:
-        lines.append(f"It fits by less than the estimate is good for ({MARGIN:.0%}).")
-    return lines
+        lines.append(
+            f"It fits by less than the estimate is good for ({MARGIN:.0%}), and nothing fits with more to spare."
+        )
+    words = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in settings.items()]
+    command = shlex.join(["mpdist", "launch", str(resolved.path.resolve()), *words])
+    return [*lines, "Save this file anywhere and launch it, or without a file:", f"  {command}"]
 
 
-def _draw(plan: Plan, file: str, pairs: Sequence[Mapping[str, Any]] = ()) -> None:
+def _draw(plan: Plan, file: str, name: str, gpu: str = "", pairs: Sequence[Mapping[str, Any]] = ()) -> None:
     from mpdist import plan_html
 
     try:
-        view = plan_html.view_of(plan, plan_html.measured_of(pairs))
+        view = plan_html.view_of(plan, plan_html.measured_of(pairs), name, gpu)
         Path(file).write_text(plan_html.page(view), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"--html {file}", error.strerror or str(error), "give a file that can be written") from None
+    print(f"the picture is in {file}", file=sys.stderr)
 
 
 # ------------------------------------------------------------------------------------------------- of a run
@@ -172,13 +211,11 @@ def show(folder: str, as_json: bool, html: str | None = None) -> int:
         rows = _checked(path / "ledger.json")
     pairs = beside(rows)
     if html is not None:
-        _draw(_made_again(path, plan), html, pairs)
+        _draw(_made_again(path, plan), html, path.resolve().name, pairs=pairs)
     if as_json:
         print(json.dumps({"plan": plan, "ledger": rows, "rows": pairs}, indent=2))
     else:
-        from mpdist.plan_text import beside_text
-
-        print(beside_text(folder, plan, pairs))
+        print(plan_text.beside_text(folder, plan, pairs))
     return 0
 
 

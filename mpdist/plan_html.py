@@ -117,8 +117,8 @@ class View:
         return max(totals, key=lambda total: total[0])
 
 
-def view_of(plan: Plan, measured: Mapping[str, tuple[int, int]] | None = None) -> View:
-    """What ``page`` draws of a plan and the candidates it has; measured as View has it."""
+def view_of(plan: Plan, measured: Mapping[str, tuple[int, int]] | None = None, name: str = "", gpu: str = "") -> View:
+    """What ``page`` draws of a plan and the candidates it has; measured as View has it. name: the run's; gpu: its device's."""
     from mpdist.plan_text import what
 
     facts = {line[:11].strip(): line[11:] for line in what(plan)}
@@ -132,7 +132,8 @@ def view_of(plan: Plan, measured: Mapping[str, tuple[int, int]] | None = None) -
             2, "Settings: as configured, then what fits, cheapest first, told by what differs from the configuration."
         )
     return View(
-        title=f"Memory plan: {plan.asked.ranks} rank{'s' * (plan.asked.ranks != 1)}",
+        title=f"Memory plan{f' of {name}' if name else ''}: {plan.asked.ranks} rank{'s' * (plan.asked.ranks != 1)}"
+        + (f", {gpu}" if gpu else ""),
         subtitle=[facts[key] for key in ("model", "world", "precision", "batch")],
         curve=plan.moments,
         candidates=_choices(plan),

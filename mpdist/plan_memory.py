@@ -76,6 +76,11 @@ class Asked:
         return self.global_ // (self.micro * self.ranks)
 
     @property
+    def per_node(self) -> int:
+        """Ranks of one node."""
+        return self.ranks // self.nodes
+
+    @property
     def shard_size(self) -> int:
         """Ranks that share one copy of the model's states."""
         return 1 if self.engine == "ddp" else self.ranks // self.replicas

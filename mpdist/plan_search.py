@@ -55,6 +55,7 @@ class Search:
         self._ledgers: dict[Asked, Ledger] = {}
         self._sent: dict[Asked, tuple[int, int]] = {}
         self._recompute: dict[str, float] = {}
+        self.smallest: dict[tuple[int, int], list[Asked]] = {}  # what plan_advice.smallest found, by memory and count
         self.micros = divisors(asked.global_ // asked.ranks)[::-1]  # the largest first
 
     # -- what each needs and costs ------------------------------------------------------------------------------

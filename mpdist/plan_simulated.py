@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from mpdist.errors import UsageError
+
+if TYPE_CHECKING:
+    from mpdist.plan_memory import Asked
 
 Held = Mapping[str, int]  # row name -> bytes
 
@@ -75,3 +80,14 @@ class Simulated:
             ],
             "moments": [{"moment": part, "rows": dict(held)} for part, held in self.parts.items()],
         }
+
+
+def refuse(asked: Asked) -> None:
+    """Raises UsageError for what cannot be played."""
+    if asked.engine == "deepspeed":
+        raise UsageError("--simulate with shard.engine = deepspeed", "DeepSpeed asks for real memory as it starts",
+                         "plan it by formula (without --simulate), or simulate the fsdp2 engine at the same stage")  # fmt: skip
+    if asked.offload != "none":
+        raise UsageError(f"--simulate with shard.offload = {asked.offload}",
+                         "fake tensors lie on one device, so nothing could be told apart",
+                         "plan it by formula (without --simulate), or simulate shard.offload=none")  # fmt: skip

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpdist.plan_memory import BEYOND, MARGIN
+from mpdist.plan_moments import FORWARD
 from mpdist.plan_states import states_of
 from mpdist.units import format_bytes
 
@@ -30,7 +31,7 @@ def _shared(ranks: int) -> str:
 def what(plan: Plan) -> list[str]:
     a, b = plan.asked, plan.batch
     world = f"{a.ranks} rank{'s' * (a.ranks != 1)} on {a.nodes} node{'s' * (a.nodes != 1)}"
-    world += f", {'CPUs' if a.device == 'cpu' else 'GPUs'}"
+    world += f" ({plan.world_from})" * bool(plan.world_from) + f", {'CPUs' if a.device == 'cpu' else 'GPUs'}"
     shard = a.engine if a.engine == "ddp" else f"{a.engine} stage {a.stage}, " + _shared(a.shard_size)
     if a.engine == "deepspeed" and a.stage < 3 and a.ranks > 1:
         once = a.when == "last"
@@ -75,8 +76,8 @@ def _budget(plan: Plan) -> str:
     return f"budget     {text}{horizon}"
 
 
-def _simulation(plan: Plan) -> list[str]:
-    """What the simulation found, row by row beside the formula's."""
+def comparison(plan: Plan) -> list[str]:
+    """What the simulation found, row by row beside the formula's, and its verdict; nothing without one."""
     found = plan.simulation
     if found is None:
         return []
@@ -96,17 +97,18 @@ def _simulation(plan: Plan) -> list[str]:
     ]
     over = format_bytes(found.overhead)
     total = ("the rank's peak", "", "", format_bytes(found.total), _bytes(plan.peak_bytes))
-    lines = ["", f"simulation of rank 0 ({found.how()}, {found.seconds:.1f} s): peak at {found.moment}"]
+    how = f"{found.parameters:,} parameters, {found.how()}, {found.seconds:.1f} s"
+    lines = ["", f"simulation of rank 0 ({how}): peak at {found.moment}"]
     head = ("row", "at rest", "own peak", "at the peak", "own peak by formula")
     lines += _table(head, [*cells, ("overhead", over, over, over, _bytes(by_formula.get("overhead"))), total])
     if plan.peak_bytes is not None:
         lines.append(f"  the formula is {plan.peak_bytes / found.total - 1:+.1%} off the simulation's peak")
-    return lines
+    return [*lines, *_verdict(plan)]
 
 
 def _memory(plan: Plan) -> list[str]:
     if plan.peak_bytes is None or plan.states_bytes is None:
-        return ["memory     unknown by formula", *_simulation(plan), *_verdict(plan)]
+        return ["memory     unknown by formula", *(_verdict(plan) if plan.simulation is None else ())]
     lines = ["", "memory of the rank that holds the most"]
     cells = []
     for row in plan.rows:
@@ -125,9 +127,18 @@ def _memory(plan: Plan) -> list[str]:
     total = ("the rank's peak", "", "", format_bytes(plan.peak_bytes), f"at {plan.peak_moment}")
     lines += _table(("row", "at rest", "own peak", "at the peak", "from"), [*cells, total])
     per = f" = {plan.states_bytes / plan.trainable:.2f} B a trainable parameter on this rank" if plan.trainable else ""
+    lines.append(
+        f"  at the peak: what is there {_when(plan.peak_moment)}, when the rank holds the most; its sum is the peak"
+    )
+    lines.append("  own peak: the most of a row at any moment; these come at different moments and do not add up")
     lines.append(f"  states (parameters, working, gradients, moments) {format_bytes(plan.states_bytes)}{per}")
     lines.append(f"  why: {states_of(plan.asked).why}")
-    lines += [*_simulation(plan), *_verdict(plan)]
+    if plan.host_bytes:
+        per_node = plan.asked.per_node
+        ranks = f"{format_bytes(plan.host_bytes)} a rank x {per_node} = " if per_node > 1 else ""
+        lines.append(f"  host memory of a node: {ranks}{format_bytes(per_node * plan.host_bytes)}")
+    if plan.simulation is None:
+        lines += _verdict(plan)
     if plan.suggestions:
         enough = any(suggestion.fits for suggestion in plan.suggestions)
         said = "room for" if plan.fits else "smallest changes that make it fit" if enough else "nearest"
@@ -145,7 +156,12 @@ def _verdict(plan: Plan) -> list[str]:
     verdict = "yes" if plan.fits else "NO"
     close = f", with less to spare than the estimate is good for ({MARGIN:.0%})" if plan.is_close else ""
     by = " by simulation" if plan.simulation is not None else ""
-    return [f"fits       {verdict}{by}: {format_bytes(plan.foreseen[0])} of {format_bytes(plan.memory_bytes)}{close}"]
+    text = f"{format_bytes(plan.foreseen[0])} of {format_bytes(plan.memory_bytes)} a rank on {plan.asked.ranks} ranks"
+    return [f"fits       {verdict}{by}: {text.removesuffix('s') if plan.asked.ranks == 1 else text}{close}"]
+
+
+def _when(moment: str) -> str:
+    return f"in {moment}" if moment == FORWARD else f"at {moment}"
 
 
 def takes(plan: Plan) -> str:
@@ -166,13 +182,18 @@ def _candidates(plan: Plan) -> list[str]:
             format_bytes(c.sent_between),
             f"{c.recompute:.0%}",
             f"{c.asked.micro} x {c.asked.accumulation}",
-            format_bytes(c.host_bytes),
+            format_bytes(c.host_bytes * c.asked.per_node),
             c.change or "as configured",
         )
         for c in plan.candidates
     ]
-    head = ("peak", "sent in node", "sent between", "recompute", "micro x accum", "on the host", "settings")
-    lines = ["", "settings that fit, cheapest first", *_table(head, cells)]
+    head = ("peak", "sent in node", "sent between", "recomputed", "micro x accum", "host of a node", "settings")
+    lines = [
+        "",
+        "settings that fit, cheapest first: of ddp, each stage and each offload what takes the least extra work",
+    ]
+    lines += _table(head, cells)
+    lines.append("  recomputed: of forward's FLOPs, those that are done a second time in backward")
     if any(c.is_close for c in plan.candidates):
         lines.append(f"  * by less than the estimate is good for ({MARGIN:.0%})")
     return lines
@@ -210,6 +231,7 @@ def text(plan: Plan) -> str:
         lines += ["", *plan.time.lines()]
     elif plan.time_unknown:
         lines.append(f"time       unknown: {plan.time_unknown}")
+    lines += comparison(plan)
     return "\n".join(lines)
 
 
@@ -236,7 +258,15 @@ def beside_text(folder: str, plan: Mapping[str, Any], rows: Sequence[Mapping[str
         for r in rows
     ]
     head = ("row", "dtype", "ranks", "planned", "measured, least", "most", "difference", "cause")
-    return "\n".join([*lines, "", *_table(head, cells)])
+    lines += ["", *_table(head, cells)]
+    if any(r["row"] == "peak" for r in rows):
+        apart = any(r["row"] == "overhead" and r.get("measured_max_bytes") is not None for r in rows)
+        lines.append(
+            "  peak: the most that tensors held at once; overhead: what the process held beside them"
+            if apart
+            else "  peak: the most that the process held, with the overhead"
+        )
+    return "\n".join(lines)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

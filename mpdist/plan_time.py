@@ -13,7 +13,7 @@ from mpdist.arch import Arch, model_flops_per_token
 from mpdist.devices import Device
 from mpdist.plan_memory import Asked, rows
 from mpdist.plan_recompute import recomputed_flops
-from mpdist.plan_traffic import Traffic
+from mpdist.plan_traffic import Traffic, host_bytes
 
 # Model FLOPs utilisation of whole training steps: torchtitan (8B on H100 33 to 39 %, on A100 57 to 58), llm-foundry (0.8B
 # to 70B on H100, 35 to 46), Megatron-LM (2B to 462B on H100, 41 to 48), PyTorch's FSDP posts (7B on A100, 57 to 68).
@@ -40,8 +40,9 @@ class Time:
 
     peak: FLOP/s that the work is divided by. FLOPs a token: of the model, as speed/mfu counts them, and of the hardware,
     with what is computed twice and without gradients that nobody needs. seconds: no step is faster; without the parts
-    that are not known. likely: seconds from the best to the worst of ``PUBLISHED``, None where nothing like it is
-    published. tokens_per_s: of all ranks, no faster.
+    that are not known; None where so much of it passes through the host that such a sum would mislead. likely: seconds
+    from the best to the worst of ``PUBLISHED``, None where nothing like it is published. tokens_per_s: of all ranks, no
+    faster.
     """
 
     device: str
@@ -50,9 +51,9 @@ class Time:
     model_flops_per_token: float
     hardware_flops_per_token: float
     parts: tuple[Part, ...]
-    seconds: float
+    seconds: float | None
     bound_by: str
-    tokens_per_s: float
+    tokens_per_s: float | None
     likely: tuple[float, float] | None = field(default=None)
 
     @property
@@ -81,6 +82,9 @@ class Time:
         for part in self.parts:
             seconds = "unknown" if part.seconds is None else format_seconds(part.seconds)
             out.append(f"  {part.name.ljust(width)}  {seconds:>8}  {part.formula}")
+        if self.seconds is None or self.tokens_per_s is None:
+            unknown = " and ".join(self.unknown)
+            return [*out, f"  no time of a step: with offload it hangs on what is not known here: {unknown}"]
         without = f", {' and '.join(self.unknown)} left out" if self.unknown else ""
         out.append(
             f"  no faster than {format_seconds(self.seconds)} a step, {self.tokens_per_s:,.0f} tokens/s over all ranks; "
@@ -139,11 +143,13 @@ def estimate(
     text = f"{tokens:,} tokens x {hardware / 1e9:.3g} GFLOP"
     text += f" ({again / 1e9:.3g} of them computed twice)" if again else ""
     compute = Part("compute", tokens * hardware / rate, f"{text} / {rate / 1e12:g} TFLOP/s {kind}")
-    waits = _communication(asked, list(traffic), device, network)
+    waits = _communication(asked, list(traffic), device, network) + _host(asked, arch, device)
     after = _optimizer(asked, arch, device)
     together = [part for part in (compute, *waits) if part.seconds is not None]
     longest = max(together, key=lambda part: part.seconds or 0.0)
     seconds = (longest.seconds or 0.0) + (after.seconds or 0.0)
+    # The host's own step is what such a job may wait for most. A bound without it would be below one without offload.
+    sums = after.seconds is not None or asked.offload == "none"
     return Time(
         device=device.name if device is not None else "an unnamed device",
         peak=rate,
@@ -151,9 +157,9 @@ def estimate(
         model_flops_per_token=model,
         hardware_flops_per_token=hardware,
         parts=(compute, *waits, after),
-        seconds=seconds,
+        seconds=seconds if sums else None,
         bound_by=longest.name,
-        tokens_per_s=tokens * asked.ranks / seconds,
+        tokens_per_s=tokens * asked.ranks / seconds if sums else None,
         likely=None
         if None in [part.seconds for part in waits]
         else _likely(asked, device, tokens * model / rate, seconds),
@@ -227,6 +233,18 @@ def _communication(asked: Asked, traffic: list[Traffic], device: Device | None, 
             seconds = between * per_node / network
             parts.append(Part("network", seconds, f"{text} / {network / 1e9:.4g} GB/s of a node"))
     return parts
+
+
+def _host(asked: Asked, arch: Arch, device: Device | None) -> list[Part]:
+    """What passes between a device and its host's memory, the two directions at once; no part without offload."""
+    if asked.offload == "none":
+        return []
+    there, back, how = host_bytes(asked, arch)
+    text = f"{there / 1e9:.3g} GB to the device, {back / 1e9:.3g} GB back: {how}"
+    if device is None or device.host is None:
+        return [Part("host link", None, f"{text}; over a link of unknown rate")]
+    text += f"; / {device.host / 1e9:.4g} GB/s each way ({device.host_name})"
+    return [Part("host link", max(there, back) / device.host, text)]
 
 
 def _least(asked: Asked, row: Traffic) -> tuple[int, int]:

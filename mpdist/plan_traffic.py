@@ -188,6 +188,27 @@ def _gathers(asked: Asked, arch: Arch, g: Groups, shard: Levels) -> Traffic:
     return _gather_row(asked, shard, g.root.copies + passes * blocks, asked.accumulation, how, elements)
 
 
+def host_bytes(asked: Asked, arch: Arch) -> tuple[int, int, str]:
+    """(bytes that a rank's device takes from its host in a step, bytes that it hands back, in words) under offload.
+
+    fsdp2 (torch's CPUOffloadPolicy) fetches the masters of a shard whenever it gathers them and casts on the device, and
+    hands each reduced gradient back in their dtype. DeepSpeed: the least that it can do, each updated share there and its
+    gradient back once, in the compute dtype; with parameters offloaded, a share each time that it is gathered.
+    """
+    g, c = groups(asked, arch), bytes_of(asked.compute)
+    if asked.engine == "deepspeed":
+        mine = plan_zero.cut([p.count for p in arch.split(asked.freeze)[0]], asked.stage, asked.shard_size)
+        if asked.offload != "all":
+            return c * mine, c * mine, "at least its share's gradients and what they become, once"
+        fetched = plan_zero.fetched(asked, arch)[0] // asked.shard_size * asked.accumulation
+        return c * fetched, c * mine, "at least its share whenever it is gathered, and its gradients once"
+    master = c if asked.master == "compute" else 4
+    passes, times = 2 if asked.stage == 3 else 1, asked.accumulation if asked.when == "every" else 1
+    there = g.root.held + passes * (g.held - g.root.held)
+    how = "masters whenever they are gathered, gradients whenever they are reduced"
+    return master * there * asked.accumulation, master * g.held * times, how
+
+
 def _gather_row(asked: Asked, shard: Levels, total: int, times: int, how: str, elements: int) -> Traffic:
     """total: bytes that are gathered at a time, all ranks' parts together; elements: of them, what is no padding."""
     sent = total * (shard.size - 1) // shard.size

@@ -16,7 +16,7 @@ import itertools
 import math
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from mpdist.errors import UsageError
 from mpdist.gauge import Gauge
 from mpdist.optim import Optimizer
 from mpdist.plan_memory import OVERHEAD, Asked, loss_chunk_rows, step_temporaries
-from mpdist.plan_simulated import Simulated
+from mpdist.plan_simulated import Simulated, refuse
 from mpdist.shard import Engine
 from mpdist.shard.fsdp2 import set_dtypes
 from mpdist.world import World
@@ -41,19 +41,11 @@ SHALLOW, DEEP = 4, 6  # blocks at which a deep model is played
 FURTHER = "forward from the second block on"
 
 
-def refuse(asked: Asked) -> None:
-    """Raises UsageError for what cannot be played."""
-    if asked.engine == "deepspeed":
-        raise UsageError("--simulate with shard.engine = deepspeed", "DeepSpeed asks for real memory as it starts",
-                         "plan it by formula (without --simulate), or simulate the fsdp2 engine at the same stage")  # fmt: skip
-    if asked.offload != "none":
-        raise UsageError(f"--simulate with shard.offload = {asked.offload}",
-                         "fake tensors lie on one device, so nothing could be told apart",
-                         "plan it by formula (without --simulate), or simulate shard.offload=none")  # fmt: skip
-
-
-def simulate(cfg: Config, asked: Asked, every_layer: bool = False) -> Simulated:
-    """Plays a window of `cfg` on the world that `asked` tells. every_layer: also where a few would do.
+def simulate(
+    cfg: Config, asked: Asked, every_layer: bool = False, say: Callable[[str], None] = lambda _: None
+) -> Simulated:
+    """Plays a window of `cfg` on the world that `asked` tells. every_layer: also where a few would do. say: hears what has
+    been done, and how long it took.
 
     Raises UsageError for what `refuse` refuses, and for a model that transformers cannot build or that reads its data.
     """
@@ -68,7 +60,11 @@ def simulate(cfg: Config, asked: Asked, every_layer: bool = False) -> Simulated:
     )
     with _fake_world(asked.ranks), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of libraries, about settings that a real run is told of
-        runs = [_play(cfg, asked, _shallow(config, depth)) for depth in depths]
+        runs = []
+        for depth in depths:
+            start = time.perf_counter()
+            runs.append(_play(cfg, asked, _shallow(config, depth)))
+            say(f"rank 0 of {asked.ranks} with {depth} of {layers} blocks: {time.perf_counter() - start:.1f} s")
     low, high = runs[0], runs[-1]
     ahead = (layers - depths[-1]) / (depths[-1] - depths[0]) if len(runs) > 1 else 0.0
     return Simulated(

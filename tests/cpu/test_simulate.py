@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import types
 from pathlib import Path
 from typing import Any
@@ -108,10 +109,23 @@ def test_a_config_that_its_own_model_cannot_run_is_a_users_mistake(tmp_path: Pat
         played(tmp_path, shape, 2, seq=64)
 
 
-def test_nothing_is_left_behind(tmp_path: Path) -> None:
+def test_the_formulas_plan_comes_first_then_what_is_done_and_nothing_is_left_behind(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     from transformers import masking_utils
 
+    from mpdist import cli
+
     before = masking_utils.find_packed_sequence_indices, torch.UntypedStorage.resize_
-    played(tmp_path, SMALL, 2, "data.packing=concat", "model.attention=sdpa", seq=64)
+    configured(tmp_path, SMALL, 2, seq=64)
+    settings = ("data.packing=concat", "model.attention=sdpa", "--ranks", "2", "--memory", "8GiB", "--simulate")
+    assert cli.main(["plan", str(tmp_path / "run.yaml"), *settings]) == 0
+    said = capfd.readouterr()
+    by_formula, by_simulation = said.out.split("simulation of rank 0")
+    assert "fits       yes: " in by_formula
+    assert "fits       yes by simulation: " in by_simulation
+    told = [line for line in said.err.splitlines() if line.startswith("simulation: ")]
+    assert [line.rpartition(": ")[0].split(" with ")[-1] for line in told[-2:]] == ["4 of 16 blocks", "6 of 16 blocks"]
+    assert all(re.search(r"\d s", line) for line in told[1:])
     assert (masking_utils.find_packed_sequence_indices, torch.UntypedStorage.resize_) == before
     assert not torch.distributed.is_initialized()

@@ -393,7 +393,7 @@ def test_the_ledger_is_held_against_rows_and_the_peak(tmp_path: Path) -> None:
     (overhead,) = (row.at_peak_bytes for row in found.rows if row.row == "overhead")
     assert planned["peak"]["peak"] + planned["peak"]["overhead"] == found.peak_bytes
     assert planned["peak"]["overhead"] == overhead
-    assert planned["peak"]["formula"] == f"at {found.peak_moment}"
+    assert planned["peak"]["formula"] == f"the peak planned at {found.peak_moment}"
 
 
 def test_a_position_table_that_ends_is_a_refusal(tmp_path: Path) -> None:

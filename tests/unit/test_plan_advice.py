@@ -15,7 +15,7 @@ from mpdist import arch, plan
 from mpdist.config import Resolved, load
 from mpdist.config.rules import SUPPORT
 from mpdist.errors import DoesNotFit
-from mpdist.plan_advice import Candidate, advise, candidates, smallest
+from mpdist.plan_advice import Candidate, _suggestion, advise, candidates, smallest
 from mpdist.plan_memory import MARGIN, Asked, rows
 from mpdist.plan_recompute import recomputed_flops
 from mpdist.plan_search import KEYS, Search, divisors, with_values
@@ -125,6 +125,8 @@ def test_everything_suggested_loads_and_needs_what_it_says(tmp_path: Path, engin
         assert all(s.is_close is (s.fits and s.peak_bytes > (1 - MARGIN) * memory) for s in suggestions)
         keys = [[setting.split("=")[0] for setting in shlex.split(s.change)] for s in suggestions]
         assert all(len(set(k)) == len(k) for k in keys)
+        # What is told where it does not fit stands among what fits, with what it costs.
+        assert {s.change for s in suggestions if s.fits and not search.fits(search.asked)} <= {c.change for c in found}
         for c in found:
             again = made(resolved(tmp_path, *ENGINES[engine], *shlex.split(c.change)), ranks, nodes)
             assert sum(t.sent_within for t in again.traffic) == c.sent_within
@@ -165,7 +167,7 @@ def test_no_fewer_keys_make_it_fit_than_the_first_suggestion_changes(tmp_path: P
     for share in (0.95, 0.6, 0.35, 0.2):
         search.memory = part(search, share)
         fitting = [one for one in every if search.fits(one)]
-        told = smallest(search)
+        told = [_suggestion(search, one) for one in smallest(search)]
         assert len(told) <= 3
         assert bool(told) is bool(fitting)
         if not told:
@@ -343,7 +345,7 @@ def test_recompute_follows_from_the_blocks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("share", [1.5, 0.95, 0.6])
-def test_the_fragment_is_a_configuration_by_extends_either_way_round(
+def test_the_fragment_is_a_configuration_wherever_it_is_saved(
     tmp_path: Path, engine: str, share: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from mpdist import plan_command
@@ -351,20 +353,25 @@ def test_the_fragment_is_a_configuration_by_extends_either_way_round(
     lines = [*ENGINES[engine], "precision.compute=bf16", "batch.micro=2"]
     asked = resolved(tmp_path, *lines)
     memory = part(made(asked, 4, 1), share)
-    best = candidates(search_of(asked, 4, 1, memory))[0]
+    found = candidates(search_of(asked, 4, 1, memory))
+    best = next((one for one in found if not one.is_close), found[0])
     wanted = {"ranks": 4, "nodes": 1, "memory_bytes": memory, "as_json": False, "suggest": True}
     assert plan_command.run(asked, **wanted) == 0
     fragment = capsys.readouterr().out
     assert fragment.startswith("# ")
     assert plan_command.format_bytes(best.peak_bytes) in fragment
-    (tmp_path / "child.yaml").write_text(f"extends: run.yaml\n{fragment}")
-    (tmp_path / "parent.yaml").write_text(fragment)
-    base = "\n".join(line for line in CONFIG.splitlines() if not line.startswith("batch"))
-    (tmp_path / "on_top.yaml").write_text(f"extends: parent.yaml\n{base}\nbatch: {{global: 32}}\n")
-    for name in ("child.yaml", "on_top.yaml"):
-        found = load(tmp_path / name)
-        assert made(found, 4, 1, memory).peak_bytes == best.peak_bytes, name
-        assert plan.asked_of(found.config, 4, 1) == best.asked, name
+    assert ("by less than" in fragment) is best.is_close
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "saved.yaml").write_text(fragment)
+    base = "\n".join(line for line in CONFIG.splitlines() if not line.startswith(("batch", "launch")))
+    (tmp_path / "on_top.yaml").write_text(f"extends: elsewhere/saved.yaml\n{base}\nbatch: {{global: 32}}\n")
+    (line,) = [line for line in fragment.splitlines() if line.startswith("#   mpdist launch ")]
+    _, _, _, path, *settings = shlex.split(line)
+    for found in (load(elsewhere / "saved.yaml"), load(tmp_path / "on_top.yaml"), load(Path(path), settings)):
+        assert (found.config.launch.ranks, found.config.launch.nodes) == (4, 1)
+        assert made(found, 4, 1, memory).peak_bytes == best.peak_bytes
+        assert plan.asked_of(found.config, 4, 1) == best.asked
 
 
 def test_a_fragment_needs_a_memory_and_something_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ import pytest
 from mpdist import cli
 from mpdist.devices import find
 from mpdist.plan_command import beside
+from mpdist.units import format_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
@@ -90,6 +91,9 @@ def test_a_network_decides_how_long_bytes_between_nodes_take(config: str, capsys
         (("--gpu", "H100", "--peak", "inf"), "not a number above 0"),
         (("--gpu", "H100", "--network", "much"), "not an amount"),
         (("--json", "--suggest"), "not allowed with"),
+        (("--suggest", "--memory", "80GiB", "--simulate"), "proves a configuration as it stands"),
+        (("--simulate", "shard.offload=all"), "fake tensors lie on one device"),
+        (("--memory", "0"), "give what one rank's device has"),
     ],
 )
 def test_what_is_not_known_is_said_and_never_guessed(
@@ -98,6 +102,26 @@ def test_what_is_not_known_is_said_and_never_guessed(
     status, out, err = answers(capsys, config, *arguments)
     assert (status, out) == (2, "")
     assert said in err
+
+
+def test_the_verdict_says_on_which_ranks_and_a_host_is_shared_by_them(
+    config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    for given, where in (
+        ((), f"4 ranks on 1 node (launch.ranks, {config}:7)"),
+        (("--ranks", "2"), "2 ranks on 1 node (--ranks)"),
+        (("launch.ranks=auto",), "2 ranks on 1 node (2 GPUs visible here)"),
+        (("launch.ranks=2",), "2 ranks on 1 node (launch.ranks, command line)"),
+    ):
+        _, out, _ = answers(capsys, config, "--memory", "80GiB", *given)
+        assert f"world      {where}, GPUs" in out
+        assert f"of 80.00 GiB a rank on {where.split()[0]} ranks" in out
+    _, out, _ = answers(capsys, config, "--memory", "80GiB", "shard.offload=all", "--nodes", "2", "--json")
+    data = json.loads(out)
+    assert data["host_bytes_per_node"] == 4 * data["host_bytes_per_rank"] > 0
+    _, out, _ = answers(capsys, config, "--memory", "80GiB", "shard.offload=all", "--nodes", "2")
+    assert f"a rank x 4 = {format_bytes(data['host_bytes_per_node'])}" in out
 
 
 def test_a_device_without_bf16_has_no_time_but_a_plan(config: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,7 +140,12 @@ def test_the_picture_is_written_beside_what_is_printed(
     status, out, _ = answers(capsys, config, "--memory", "80GiB", "--html", str(page))
     assert status == 0
     assert "fits       yes" in out
-    assert page.read_text("utf-8").startswith("<!DOCTYPE html>")
+    html = page.read_text("utf-8")
+    assert html.startswith("<!DOCTYPE html>")
+    assert "<title>Memory plan of t: 4 ranks</title>" in html
+    status, _, err = answers(capsys, config, "--gpu", "H100", "--html", str(page))
+    assert (status, err) == (0, f"the picture is in {page}\n")
+    assert "<title>Memory plan of t: 4 ranks, H100 SXM</title>" in page.read_text("utf-8")
     status, _, err = answers(capsys, config, "--html", str(tmp_path / "none" / "plan.html"))
     assert status == 2
     assert "No such file" in err
@@ -184,6 +213,7 @@ def test_a_runs_plan_stands_beside_its_ledger(config: str, tmp_path: Path, capsy
     assert data["plan"]["ranks"] == 4
 
 
+A_FOLDER = "a folder"
 PLAN = '{"rows": [], "ranks": 2, "nodes": 1, "device": "cpu"}'
 
 
@@ -199,6 +229,7 @@ PLAN = '{"rows": [], "ranks": 2, "nodes": 1, "device": "cpu"}'
         ({"plan.json": PLAN.replace("[]", "[{}]")}, "it is no plan of a run"),
         ({"plan.json": PLAN, "ledger.json": '{"rows": [{"row": 1}]}'}, "its rows are not a ledger's"),
         ({"plan.json": PLAN, "ledger.json": "{}"}, "its rows are not a ledger's"),
+        ({"plan.json": PLAN, "ledger.json": A_FOLDER}, "Is a directory"),
         (
             {"plan.json": PLAN, "ledger.json": '{"rows": [{"row": "parameters", "rank": 0, "measured_bytes": -5}]}'},
             "its rows are not a ledger's",
@@ -209,7 +240,7 @@ def test_a_wrong_directory_is_a_clean_error(
     tmp_path: Path, files: dict[str, str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, text in files.items():
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).mkdir() if text == A_FOLDER else (tmp_path / name).write_text(text)
     for arguments in ((), ("--json",)):
         status, out, err = answers(capsys, str(tmp_path), *arguments)
         assert (status, out) == (2, "")
@@ -231,10 +262,12 @@ def test_options_of_a_configuration_are_refused_for_a_run(
 # -- time ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("memory", ["20GiB", "80GiB"])
 @pytest.mark.parametrize("model", ["8B", "405B"])
 def test_it_answers_within_half_a_second_of_process_time(tmp_path: Path, model: str, memory: str) -> None:
-    """The interpreter's start included; the best of three, since the machine's cores are shared."""
+    """The interpreter's start included; the best of three, since the machine's cores are shared. A core that is slow even
+    at importing what every command needs is allowed as much more."""
     file = ROOT / "configs" / "llama31_8b_1node.yaml"
     if model == "405B":
         folder, file = tmp_path / "model", tmp_path / "run.yaml"
@@ -243,13 +276,20 @@ def test_it_answers_within_half_a_second_of_process_time(tmp_path: Path, model: 
         text = CONFIG[: CONFIG.index("model:")] + f"model: {{path: {folder}}}\n" + CONFIG[CONFIG.index("data:") :]
         text = text.replace("global: 32", "global: 2048").replace("micro: 4", "micro: 2").replace("1024", "8192")
         file.write_text(text.replace("ranks: 4", "ranks: 8, nodes: 64"))
-    spent = []
+    plan = ["-m", "mpdist.cli", "plan", str(file), "--memory", memory]
+    base, spent = [], []
     for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        command = [sys.executable, "-m", "mpdist.cli", "plan", str(file), "--memory", memory]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert done.returncode in (0, 3), done.stderr
-        assert "fits       " in done.stdout
-        spent.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
-    assert min(spent) < 0.5, spent
+        base.append(process_time("-c", "import pydantic, ruamel.yaml"))
+        spent.append(process_time(*plan))
+    assert min(spent) < max(0.5, 4.5 * min(base)), (spent, base)
+
+
+def process_time(*arguments: str) -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode in (0, 3), done.stderr
+    assert "-m" not in arguments or "fits       " in done.stdout
+    return after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime

@@ -94,6 +94,7 @@ def test_bytes_take_the_nodes_links_and_the_network_at_once() -> None:
     assert part(found, "network") == pytest.approx(8 * 5e5 / 2e9)  # 8 ranks share their node's network
     optimizer = part(found, "optimizer")
     assert optimizer is not None
+    assert found.seconds is not None
     assert found.seconds == pytest.approx(0.002 + optimizer)  # the longest of them, and what waits for all
     assert found.bound_by == "network"
     assert found.tokens_per_s == pytest.approx(16 * 32 / found.seconds)
@@ -122,9 +123,28 @@ def test_the_optimizer_moves_its_shard_once() -> None:
     assert part(timed(asked(engine="ddp", stage=0)), "optimizer") == pytest.approx(28 * N / 1e11)
     assert part(timed(asked()), "optimizer") == pytest.approx(28 * N / 8 / 1e11)
     assert part(timed(asked(master="compute")), "optimizer") == pytest.approx(14 * N / 8 / 1e11)
-    away = timed(asked(engine="deepspeed", stage=2, offload="optimizer"))
-    assert part(away, "optimizer") is None
-    assert away.unknown == ("optimizer",)
+
+
+def test_offload_takes_the_hosts_link_and_has_no_sum() -> None:
+    """Since it is no faster than without, and how fast a host steps is not known."""
+    card = replace(DEVICE, host=5e9, host_name="a bus")
+    table = 2 * 256 * 64 + 64  # what is in no block, gathered once; blocks forward and backward; 2 micro-batches
+    found = timed(asked(offload="all"), card)
+    assert part(found, "host link") == pytest.approx(2 * 4 * (2 * N - table) / 8 / 5e9)
+    last = timed(asked(offload="all", stage=2, when="last"), card)
+    assert part(last, "host link") == pytest.approx(2 * 4 * N / 8 / 5e9)  # the gradients once, a half of what comes
+    zero = timed(asked(engine="deepspeed", stage=2, offload="optimizer"), card)
+    assert part(zero, "host link") == pytest.approx(2 * N / 8 / 5e9)
+    for away in (found, last, zero, timed(asked(offload="all"))):
+        assert part(away, "optimizer") is None
+        assert (away.seconds, away.tokens_per_s, away.likely) == (None, None, None)
+        assert "no time of a step" in away.lines()[-1]
+    assert timed(asked(offload="all")).unknown == ("host link", "optimizer")
+    assert part(timed(asked(offload="all"), require("H100")), "host link") is not None
+    assert "64 GB/s each way (PCIe 5.0 x16)" in "\n".join(timed(asked(offload="all"), require("H100")).lines())
+    assert require("GH200 144GB").host is None
+    assert require("L4").host == require("L4").link
+    assert "host link" not in [p.name for p in timed(asked(), card).parts]
 
 
 def test_without_a_peak_there_is_no_estimate_but_its_reason() -> None:
@@ -145,6 +165,7 @@ def test_only_where_runs_are_published_is_a_range_named_and_it_says_whose() -> N
     one = asked(ranks=1, global_=1600)
     found = timed(one, require("H100"))
     assert found.likely is not None
+    assert found.seconds is not None
     model = 1600 * 32 * MODEL / 989.4e12
     assert found.likely == (max(found.seconds, model / PUBLISHED[1]), model / PUBLISHED[0])
     assert "33% to 68% MFU" in found.lines()[-1]

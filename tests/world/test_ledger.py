@@ -42,6 +42,7 @@ STATES = ("parameters", "working", "gradients", "moments")
 def test_fsdp2_holds_16_bytes_a_parameter_over_its_ranks(tmp_path: Path) -> None:
     for compute in ("bf16", "fp32"):
         rows = trained(tmp_path, 2, precision__compute=compute, name=compute).ledger()
+        assert not [row for row in rows if row.get("off")]
         for rank in (0, 1):
             assert class_bytes(rows, rank, *STATES) == 16 * total_of(SHAPE) // 2, (compute, rank)
 
@@ -121,4 +122,30 @@ def test_a_plan_that_is_wrong_is_caught_by_its_row(tmp_path: Path, monkeypatch: 
     rows = [row for row in rows if row["measured_bytes"] is not None and row["row"] not in ("peak", "overhead")]
     said = ledger.warnings(ledger.beside_plan(rows, book))
     assert [text.split(": ")[1] for text in said] == ["moments"]
-    assert f"{4 * total_of(SHAPE) // 2:+d} bytes" in said[0]
+    assert f"{4 * total_of(SHAPE) // 2:,} bytes more than" in said[0]
+
+
+def test_rows_of_one_document_each_need_no_mask_and_may_hold_less() -> None:
+    from mpdist import ledger
+
+    plan = {"bytes": 0, "peak": 12 << 20, "formula": "so many tokens", "error": 0.03, "least": 10 << 20}
+
+    def beside(size: int) -> dict[str, Any]:
+        row = {
+            "row": "activations",
+            "rank": 0,
+            "dtype": None,
+            "elements": None,
+            "measured_bytes": size,
+            "site": "a.py:1",
+        }
+        return ledger.beside_plan([row], {"activations": plan})[0]
+
+    fewer = beside((10 << 20) - 16)
+    assert "off" not in fewer
+    assert fewer["cause"].startswith(
+        "2,097,168 bytes less than so many tokens; 10,485,760 bytes where each row holds one"
+    )
+    assert beside(9 << 20)["off"]
+    assert beside(13 << 20)["off"]
+    assert "off" not in beside(11 << 20)

@@ -289,8 +289,9 @@ def _curve(view: View, style: Style) -> str:
     peak, moment = view.peak
     slots = [(name, parts) for (name, _), parts in zip(view.curve, stacks, strict=True)]
     label = f"Stacked bytes at each moment of a step; the peak is {format_bytes(peak)} at {moment}"
-    drawn = paper.figure(svg_charts.columns(style, slots, label, f"at the peak: {moment}"))
     (rest,) = _stacks(style, [{r.row: r.rest for r in view.rows if r.row in view.host}])
+    height = 248 if rest else 280  # both stay on one page of paper, also in a wide font
+    drawn = paper.figure(svg_charts.columns(style, slots, label, f"at the peak: {moment}", height))
     if not rest:
         return drawn
     more = [f"{style.name(r.row)} {format_bytes(r.peak)}" for r in view.rows if r.row in view.host and r.peak > r.rest]

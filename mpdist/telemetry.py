@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,6 +65,14 @@ def layer_of(name: str) -> str:
     """The layer that a parameter's figures count to: its numbered block, else the module that holds it."""
     block = re.match(r"(.*?\.\d+)\.", name)
     return block[1] if block else name.rpartition(".")[0] or name
+
+
+def by_name(row: Mapping[str, Any], layers: Sequence[str]) -> dict[str, Any]:
+    """The row with each layer's figures under a name of their own, for those who cannot draw lists."""
+    flat = {key: value for key, value in row.items() if key != "precision/by_layer"}
+    for metric, values in row.get("precision/by_layer", {}).items():
+        flat |= {f"precision/{metric}/{n}": v for n, v in zip(layers, values, strict=True) if v is not None}
+    return flat
 
 
 class Telemetry:

@@ -65,6 +65,7 @@ LAYERS = {
     "lines": 2,
     "lock": 2,
     "record": 2,
+    "scale": 2,
     "retries": 2,
     "env": 2,
     "watch": 2,

@@ -7,20 +7,20 @@ one finding that names them all, so that a thousand ranks do not fill a page.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mpdist.errors import DoesNotFit, MachineError, MpdistError, UsageError
+from mpdist.errors import Diverged, DoesNotFit, MachineError, MpdistError, UsageError
 
 LEVELS = ("failed", "doubtful", "ok")
-_STATUSES: tuple[type[MpdistError], ...] = (MachineError, DoesNotFit, UsageError, MpdistError)
+_STATUSES: tuple[type[MpdistError], ...] = (MachineError, DoesNotFit, UsageError, Diverged, MpdistError)
 
 
 @dataclass(frozen=True)
 class Finding:
     """check: its name. value: what was found, for a person. why and do: for what is not ok, as an error has them.
     ranks: those that found it, empty for what all found together. host: of the first of them. status: the exit status of
-    a failure."""
+    a failure. settings: what cures it, by the dotted names of a configuration."""
 
     check: str
     value: str
@@ -30,6 +30,7 @@ class Finding:
     ranks: tuple[int, ...] = ()
     host: str = ""
     status: int = MachineError.status
+    settings: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def ok(self) -> bool:
@@ -41,6 +42,7 @@ class Finding:
         if self.ranks:
             row |= {"rank": self.ranks[0], "ranks": shortened(self.ranks), "host": self.host}
         row |= {key: text for key, text in (("why", self.why), ("do", self.do)) if text}
+        row |= {"settings": dict(self.settings)} if self.settings else {}
         return row | ({"status": self.status} if self.level == "failed" else {})
 
     @property
@@ -54,7 +56,7 @@ def from_json(row: Mapping[str, Any]) -> Finding:
     """The finding that `to_json` wrote."""
     ranks = tuple(numbered(row.get("ranks", "")))
     return Finding(row["check"], row["value"], row["level"], row.get("why", ""), row.get("do", ""), ranks,
-                   row.get("host", ""), row.get("status", MachineError.status))  # fmt: skip
+                   row.get("host", ""), row.get("status", MachineError.status), row.get("settings", {}))  # fmt: skip
 
 
 def shortened(ranks: Sequence[int]) -> str:
@@ -121,6 +123,19 @@ def table(found: Iterable[Finding], width: int = 118) -> str:
             if text:
                 lines += _folded(text, f"{'':10}{word + ':':5}", width)
     return "\n".join(lines)
+
+
+def to_paste(found: Iterable[Finding]) -> dict[str, Any]:
+    """The settings that cure what was found, as a configuration nests them; of two for one key the worse finding's."""
+    nested: dict[str, Any] = {}
+    for finding in reversed(worst_first(found)):
+        for name, value in finding.settings.items():
+            *sections, key = name.split(".")
+            place = nested
+            for section in sections:
+                place = place.setdefault(section, {})
+            place[key] = value
+    return nested
 
 
 def _some(row: Finding, rows: Sequence[Finding]) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpdist import hub
 from mpdist.data.fetch import fetch
-from mpdist.data.prepare import prepare
+from mpdist.data.prepare import prepare, ready
 from mpdist.data.records import Source
 from mpdist.data.tokens import tokenizer_folder
 from mpdist.errors import UsageError
@@ -39,6 +39,24 @@ def from_config(config: Config, say: Callable[[str], None]) -> tuple[Path, Path 
 
     Safe to call from every rank at once. Raises UsageError and MachineError as ``prepare`` does.
     """
+    settings = _settings(config)
+    train = prepare(_sources("train", config.data.train), **settings, say=say)
+    return train, prepare(_sources("eval", config.data.eval), **settings, say=say) if config.data.eval else None
+
+
+def prepared(config: Config) -> Path | None:
+    """The folder of the prepared data.train, if it is there; nothing is made. Raises UsageError as ``prepare`` does."""
+    return ready(_sources("train", config.data.train), **_settings(config))
+
+
+def _sources(part: str, sources: Any) -> list[Source]:
+    return [
+        Source(here_or_shipped(s.path), s.format, s.split, s.weight, dict(s.fields), f"data.{part}.{i}.path")
+        for i, s in enumerate(sources)
+    ]
+
+
+def _settings(config: Config) -> dict[str, Any]:
     data, model = config.data, config.model
     tokenizer = data.tokenizer
     if tokenizer == "model":
@@ -49,31 +67,19 @@ def from_config(config: Config, say: Callable[[str], None]) -> tuple[Path, Path 
                 "give data.tokenizer: bytes, or a folder or hub id",
             )
         tokenizer = model.path
-    revision = model.revision if tokenizer == model.path else None
-    vocab_rows = embedding_rows(config)
-    cache = Path(data.cache).expanduser() if data.cache else Path(config.out_dir).expanduser() / ".data"
-
-    def one(part: str, sources: Any) -> Path:
-        return prepare(
-            [
-                Source(here_or_shipped(s.path), s.format, s.split, s.weight, dict(s.fields), f"data.{part}.{i}.path")
-                for i, s in enumerate(sources)
-            ],
-            tokenizer=tokenizer,
-            seq_len=data.seq_len,
-            packing=data.packing,
-            loss_on=data.loss_on,
-            too_long=data.too_long,
-            bad_record=data.bad_record,
-            vocab_rows=vocab_rows,
-            chat_template=data.chat_template,
-            trust_remote_code=model.trust_remote_code,
-            revision=revision,
-            cache=cache,
-            say=say,
-        )
-
-    return one("train", data.train), one("eval", data.eval) if data.eval else None
+    return {
+        "tokenizer": tokenizer,
+        "seq_len": data.seq_len,
+        "packing": data.packing,
+        "loss_on": data.loss_on,
+        "too_long": data.too_long,
+        "bad_record": data.bad_record,
+        "vocab_rows": embedding_rows(config),
+        "chat_template": data.chat_template,
+        "trust_remote_code": model.trust_remote_code,
+        "revision": model.revision if tokenizer == model.path else None,
+        "cache": Path(data.cache).expanduser() if data.cache else Path(config.out_dir).expanduser() / ".data",
+    }
 
 
 def embedding_rows(config: Config) -> int | None:

@@ -80,6 +80,37 @@ def prepare(
     for its result or its failure. Raises UsageError for records and settings that cannot be used, MachineError for the
     disk.
     """
+    job = _asked(sources, tokenizer=tokenizer, seq_len=seq_len, packing=packing, loss_on=loss_on, too_long=too_long,
+                 bad_record=bad_record, vocab_rows=vocab_rows, chat_template=chat_template,
+                 trust_remote_code=trust_remote_code, revision=revision, cache=cache, say=say)  # fmt: skip
+    request = hashlib.sha256(json.dumps([job.settings, [s.path for s in sources], vocab_rows]).encode()).hexdigest()
+    datasets: dict[int, str] = {}
+    folder = guard.once(
+        job.cache, request, lambda: _ready(job, _key(job, datasets, look=True)), lambda: _make(job, datasets), say
+    )
+    rows = open_rows(folder)
+    check_vocabulary(rows, vocab_rows)
+    for line in report_lines(rows):
+        say(line)
+    return folder
+
+
+def ready(sources: list[Source], *, cache: str | Path, **settings: Any) -> Path | None:
+    """What ``prepare``, given the same, has left; None if that is not there, or it takes reading the sources to know.
+
+    Raises UsageError as ``prepare`` does.
+    """
+    job = _asked(sources, cache=cache, say=lambda _: None, **settings)
+    if not all(located.files or located.folder for located in job.located):
+        return None
+    return _ready(job, _key(job, {}, look=True))
+
+
+def _asked(
+    sources: list[Source], *, tokenizer: str, seq_len: int, packing: str, loss_on: str, too_long: str, bad_record: str,
+    vocab_rows: int | None, chat_template: str | None, trust_remote_code: bool, revision: str | None, cache: str | Path,
+    say: Say,
+) -> _Job:  # fmt: skip
     located = [locate(source) for source in sources]
     if not located:
         raise UsageError("no source of data is named")
@@ -96,20 +127,10 @@ def prepare(
         "sources": [[s.format, s.split, s.weight, sorted(s.fields.items())] for s in sources],
     }  # fmt: skip
     cache = Path(cache).absolute()
-    job = _Job(
+    return _Job(
         located, tokenizer, seq_len, packing, loss_on, policies, bad_record, vocab_rows, chat_template,
         trust_remote_code, revision, cache, say, json.dumps(settings, sort_keys=True),
     )  # fmt: skip
-    request = hashlib.sha256(json.dumps([job.settings, [s.path for s in sources], vocab_rows]).encode()).hexdigest()
-    datasets: dict[int, str] = {}
-    folder = guard.once(
-        cache, request, lambda: _ready(job, _key(job, datasets, look=True)), lambda: _make(job, datasets), say
-    )
-    rows = open_rows(folder)
-    check_vocabulary(rows, vocab_rows)
-    for line in report_lines(rows):
-        say(line)
-    return folder
 
 
 def check_vocabulary(rows: Rows, vocab_rows: int | None) -> None:

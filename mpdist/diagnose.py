@@ -252,7 +252,7 @@ def _cause(ranks: list[_Seen], attempt: Attempt) -> _Cause:
     if forward:
         return _Cause(forward[0][3].stage, forward[0][2], forward[0][3], len(forward))
     if not attempt.replay:
-        return _Cause("unknown", next((rank for rank, seen in enumerate(ranks) if seen.lost or seen.gradients), 0))
+        return _Cause("unknown", _showing(ranks))
     for stage in STAGES[STAGES.index("backward") :]:
         found = sorted((s.micro, s.order, rank, s) for s, rank in sights if s.stage == stage)
         if found:
@@ -262,7 +262,13 @@ def _cause(ranks: list[_Seen], attempt: Attempt) -> _Cause:
             return _Cause("sum" if len(ranks) > 1 else "addend", rank)
     if not all(seen.squares for seen in ranks):
         return _Cause("norm", next(rank for rank, seen in enumerate(ranks) if not seen.squares))
-    return _Cause("none", next((rank for rank, seen in enumerate(ranks) if seen.lost or seen.gradients), 0))
+    return _Cause("none", _showing(ranks))
+
+
+def _showing(ranks: list[_Seen]) -> int:
+    """Without a cause, the first rank whose loss is bad, else the first that holds a bad gradient."""
+    lost = [rank for rank, seen in enumerate(ranks) if seen.lost]
+    return (lost or [rank for rank, seen in enumerate(ranks) if seen.gradients] or [0])[0]
 
 
 def _report(cause: _Cause, ranks: list[_Seen], attempt: Attempt, cured: bool | None) -> Report:
@@ -343,7 +349,7 @@ def _gradients(cause: _Cause, ranks: list[_Seen], where: str) -> list[str]:
         arises = f"they arise in the backward of {called(sight.module)}{op} {where}"
         return [first, f"{arises}: {_detail(sight, 'before it in backward order')}"]
     if cause.kind == "addend":
-        arises = f"each operation's gradient is finite, what is handed on {where} is not"
+        arises = f"each operation's gradient is finite, what goes into the reduction {where} is not"
         return [first, f"{arises}: {sight.value}, {sight.count} of {sight.elements} elements" if sight else arises]
     if cause.kind == "wire":
         assert sight is not None

@@ -122,10 +122,14 @@ class Trace:
         self.losses: list[float] = []  # of each micro-batch, this rank's sum
         self._engine, self._micros, self._deep = engine, micros, deep
         self._handles: list[Any] = []
+        self._on_nodes = []
         self._now = 0
         self._forget()
 
     def _forget(self) -> None:
+        for handle in self._on_nodes:  # a parameter's node outlives its graph
+            handle.remove()
+        self._on_nodes: list[Any] = []
         self._order = 0
         self._seen: dict[str, Sight] = {}  # of this micro-batch, by half: forward, backward, reduction
         self._open: list[tuple[str, int, float]] = []
@@ -242,9 +246,9 @@ class Trace:
             number = len(self._nodes)
             self._nodes.append(node)
             if getattr(node, "variable", None) is not None:
-                node.register_prehook(self._arriving(number))
+                self._on_nodes.append(node.register_prehook(self._arriving(number)))
             else:
-                node.register_hook(self._running(number))
+                self._on_nodes.append(node.register_hook(self._running(number)))
 
     def _arriving(self, number: int) -> Any:
         """At a parameter: the sum of what its uses gave it."""

@@ -17,6 +17,7 @@ from mpdist.commands.words import (
     with_memory,
     with_world,
 )
+from mpdist.errors import UsageError
 
 
 def doctor(argv: Sequence[str]) -> int:
@@ -25,8 +26,10 @@ def doctor(argv: Sequence[str]) -> int:
         "What is wrong, before anything is trained: findings, worst first, each with its cure. Without CONFIG of this\n"
         "machine: devices, versions, limits, and how fast it multiplies in FP32, BF16 and FP16. With CONFIG also of what\n"
         "it needs, on all its ranks: they are started as a launch would, and try their links for values and speed.\n"
-        "Exit status 0 if nothing has failed, else that of the first failure.",
-        "examples:\n  mpdist doctor\n  mpdist doctor run.yaml --ranks 8\n"
+        "Exit status 0 if nothing has failed, else that of the first failure.\n\n"
+        "With --replay a past step of a run is computed again, from the nearest earlier checkpoint, and its loss and gradient\n"
+        "norm are compared with its record bit for bit: what differs is silent corruption, or a race.",
+        "examples:\n  mpdist doctor\n  mpdist doctor run.yaml --ranks 8\n  mpdist doctor --replay runs/sft 1200\n"
         "  srun --ntasks-per-node=1 mpdist doctor run.yaml --json\n\n"
         f"torchrun ... -m mpdist doctor CONFIG works too.\n\n{OVERRIDES}",
     )
@@ -35,6 +38,7 @@ def doctor(argv: Sequence[str]) -> int:
     parser.add_argument("--node-rank", type=natural, metavar="N", help="this node's number (default: Slurm's, else 0)")
     with_memory(parser)
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+    parser.add_argument("--replay", nargs=2, metavar=("RUN", "STEP"), help="a run's folder, and a logged step of it")
     parser.add_argument("--report", metavar="FILE", help=argparse.SUPPRESS)  # from the process that starts the ranks
     arguments = parse(parser, argv)
     given = [
@@ -43,9 +47,17 @@ def doctor(argv: Sequence[str]) -> int:
         if getattr(arguments, n) is not None
     ]
     memory = memory_of(arguments)
-    resolved = load_config(arguments) if arguments.config is not None else None
     from mpdist.doctor import command
 
+    if arguments.replay is not None:
+        folder, step = arguments.replay
+        if arguments.config is not None or given:
+            raise UsageError(f"mpdist doctor --replay with {arguments.config or given[0]}",
+                             "the run's own configuration and number of ranks are taken", "leave it out")  # fmt: skip
+        if not step.isdecimal() or not int(step):
+            raise UsageError(f"mpdist doctor --replay {folder} {step}", "a step is a whole number from 1 on", "give one")
+        return command.replay(folder, int(step), as_json=arguments.json, report=arguments.report)
+    resolved = load_config(arguments) if arguments.config is not None else None
     command.check_options(resolved, given)
     return command.run(
         resolved,

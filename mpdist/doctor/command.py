@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +22,7 @@ from mpdist.world import World, from_env
 
 if TYPE_CHECKING:
     from mpdist.config import Resolved
+    from mpdist.doctor.replay import Wanted
     from mpdist.place import Place
 
 _MEETING = ".doctor"  # in out_dir: where the nodes of a Slurm step tell each other their port
@@ -61,6 +62,58 @@ def run(
         print(f"node {place.node_rank} of {place.nodes} has taken part: node 0 prints what was found", file=sys.stderr)
         return 0
     return _tell([*found, *seen], as_json, began)
+
+
+def replay(run: str, step: int, *, as_json: bool = False, report: str | None = None) -> int:
+    """As `run`, for a past step of a run: computed again and compared with its record. Main thread only."""
+    from mpdist.doctor import replay
+
+    began = time.monotonic()
+    wanted = replay.look(run, step)
+    env = replay.environment_of(wanted)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        if report is None:
+            raise UsageError(f"mpdist doctor --replay {run} {step}", "this process is a rank already, and it starts its own",
+                             "call it outside of torchrun")  # fmt: skip
+        return _replaying_rank(wanted, Path(report))  # with the environment that it was started with
+    if wanted.ranks > 1:
+        place = _place(wanted.resolved, wanted.ranks, 1, None)
+        return _tell(_start(wanted.resolved, place, ("--replay", run, str(step)), variables=env), as_json, began)
+    from mpdist.doctor import replay_ranks
+
+    alone = World(rank=0, ranks=1, local_rank=0, local_ranks=1, node=0, nodes=1, source="doctor")
+    with tempfile.TemporaryDirectory(prefix="mpdist-doctor-") as name, _stdout_kept(), _set(env):
+        rows = replay_ranks.run(wanted, alone, Path(name) / "replay")
+    return _tell(replay.compare(wanted, rows), as_json, began)
+
+
+@contextlib.contextmanager
+def _set(env: Mapping[str, str]) -> Iterator[None]:
+    kept = dict(os.environ)
+    os.environ.update(env)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(kept)
+
+
+def _replaying_rank(wanted: Wanted, report: Path) -> int:
+    from mpdist.doctor import replay, replay_ranks
+
+    me = from_env(os.environ)
+    assert me is not None
+    with _stdout_kept():
+        try:
+            rows = replay_ranks.run(wanted, me, report.parent / "replay")
+        except MpdistError as error:
+            if me.local_rank == 0 or not error.shared:
+                write_atomic(report, dump({"error": vars(error), "status": error.status}) + "\n")
+            return error.status
+    if me.is_first:
+        found = replay.compare(wanted, rows)
+        write_atomic(report, dump({"findings": [finding.to_json() for finding in found]}) + "\n")
+    return 0
 
 
 def asked_of(resolved: Resolved, place: Place, memory: int | None) -> list[Finding]:
@@ -148,8 +201,12 @@ def _stdout_kept() -> Iterator[None]:
         os.close(kept)
 
 
-def _start(resolved: Resolved, place: Place) -> list[Finding]:
-    """Start this node's ranks under torchrun and wait for them; what they found, on node 0. Raises what ended them early."""
+def _start(resolved: Resolved, place: Place, instead: Sequence[str] = (),
+           variables: Mapping[str, str] | None = None) -> list[Finding]:  # fmt: skip
+    """Start this node's ranks under torchrun and wait for them; what they found, on node 0. Raises what ended them early.
+
+    instead: words that take the configuration's place. variables: of the ranks' environment.
+    """
     from mpdist import launch
     from mpdist.place import with_free_port
     from mpdist.supervise import Child, listening
@@ -166,9 +223,10 @@ def _start(resolved: Resolved, place: Place) -> list[Finding]:
             made = [path for path in (meeting, meeting.parent) if not path.exists()]
             stack.callback(_remove, made)
             stack.enter_context(slurm.meeting_at(place.port, meeting, place.task))
-        worker = ("-m", "mpdist", "doctor", "--report", str(folder / "report.json"))
+        worker = ("-m", "mpdist", "doctor", *instead, "--report", str(folder / "report.json"))
         command = launch.torchrun(place, worker, folder / "config.yaml", timeout)
-        env = {**os.environ, "OMP_NUM_THREADS": str(place.threads)}
+        command = command[:-1] if instead else command
+        env = {**os.environ, "OMP_NUM_THREADS": str(place.threads), **(variables or {})}
         env.pop(watch.SESSION, None)
         heard = stack.enter_context(listening())
         child = Child(command, env, folder / "torchrun.log", heard, timeout, lambda *_: None)

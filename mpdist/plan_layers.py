@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from mpdist.arch import Arch
-from mpdist.plan_tape import Tape, Value
+from mpdist.plan_tape import Node, Store, Tape, Value
 
 LAYER_NORMS = ("gpt2", "gpt_neox", "opt", "phi")
 JOINING = ("gpt_neox", "phi", "phi3")  # lay the rotated and the other elements of a head end to end
 GEMMAS = ("gemma", "gemma2", "gemma3_text")
+INDEX = 8  # bytes of an int64
 
 
 @dataclass(frozen=True)
@@ -50,33 +51,25 @@ class Layer:
     def linear(self, x: Value, width: int, name: str) -> Value:
         weight, bias = self.weight(f"{name}.weight"), self.weight(f"{name}.bias")
         biases = bias.count if bias.trains else 0
-        return self._in(weight, x, lambda t, x: t.linear(x, width, weight.count, weight.trains, biases))
+        return self._in(weight.item, x, lambda x: self.tape.linear(x, width, weight.count, weight.trains, biases))
 
     def norm(self, x: Value, name: str, heads: int = 1) -> Value:
         weight = self.weight(f"{name}.weight")
-        return self._in(weight, x, lambda t, x: norm(t, x, weight, self.arch.model_type, heads))
+        return self._in(weight.item, x, lambda x: norm(self.tape, x, weight, self.arch.model_type, heads))
 
     def module(self, name: str, x: Value, call: Callable[[Value], Value]) -> Value:
-        """A module's forward, all of it in FP32 where all its weights are: what enters and leaves is cast."""
-        t, usual = self.tape, self.tape.item
+        """A module's forward, all of it in FP32 where all its weights are."""
         items = {w.item for key, w in self.weights.items() if key.startswith(name)}
-        if items != {4} or usual == 4:
-            return call(x)
-        t.item = 4
-        try:
-            out = call(t.to(x, 4))
-        finally:
-            t.item = usual
-        return t.to(out, usual)
+        return self._in(4 if items == {4} else 0, x, call)
 
-    def _in(self, weight: Weight, x: Value, call: Callable[[Tape, Value], Value]) -> Value:
-        """The call in the dtype of its weight: what enters a module that is kept in FP32 is cast, and what leaves it back."""
+    def _in(self, item: int, x: Value, call: Callable[[Value], Value]) -> Value:
+        """The call in a dtype of so many bytes, 0 for the usual one: what enters is cast, and what leaves is cast back."""
         t, usual = self.tape, self.tape.item
-        if weight.item in (0, usual):
-            return call(t, x)
-        t.item = weight.item
+        if item in (0, usual):
+            return call(x)
+        t.item = item
         try:
-            out = call(t, t.to(x, weight.item))
+            out = call(t.to(x, item))
         finally:
             t.item = usual
         return t.to(out, usual)
@@ -268,59 +261,125 @@ def plain_mlp(b: Layer, x: Value, first: str, second: str) -> Value:
     return b.linear(wide, b.arch.hidden, second)
 
 
-def _dropped(b: Layer, x: Value) -> Value:
-    """Dropout of what a block adds: its mask and its result; without it nothing happens."""
-    return b.tape.dropout(x, b.fused) if b.arch.hidden_dropout else x
+# -- experts: all of them in one grouped product, as transformers runs them ---------------------------------------
+
+
+def experts(b: Layer, hidden: Value) -> Value:
+    """A sparse MLP: each token meets `experts_per_token` experts, and in Qwen2-MoE one that all share."""
+    shared = None
+    if b.arch.shared_intermediate:
+        shared = gated_mlp(b, hidden, "mlp.shared_expert", b.arch.shared_intermediate)
+    _logits, weights, _chosen = _router(b, hidden)
+    out = _grouped(b, hidden, weights)
+    if shared is None:
+        return out
+    gate = b.linear(hidden, 1, "mlp.shared_expert_gate")
+    shared = b.tape.mul(shared, b.tape.keeping_result(gate))
+    return b.tape.add(out, shared)
+
+
+def _router(b: Layer, hidden: Value) -> tuple[Value, Value, Value]:
+    """(logits of all experts, weights and indices of the chosen ones)."""
+    t, count, top = b.tape, b.arch.experts, b.arch.experts_per_token
+    logits = b.linear(hidden, count, "mlp.gate")
+    probabilities = t.keeping_result(t.to(logits, 4))
+    size = probabilities.size
+    chosen = Value(t.new(INDEX * top), top, INDEX, None)
+    node = t.record([probabilities], lambda node, grad: [t.new(size)])
+    weights = t.made(top, 4, node)
+    t.keep(node, chosen)
+    weights = t.apply(weights, keeps=True)  # their sum is divided out
+    if b.arch.model_type != "mixtral":
+        weights = t.to(weights, t.item)
+    return logits, weights, chosen
+
+
+def _indexed(t: Tape, x: Value, width: int, rows: int) -> Value:
+    """Rows of x picked by `rows` indices a token, which backward reads to lay the gradient into zeros."""
+    size = x.size
+
+    def rule(node: Node, grad: Store) -> list[Store]:
+        zeros = t.new(size)
+        laid = t.new(size)
+        del zeros
+        return [laid]
+
+    node = t.record([x], rule)
+    t.keep(node, Value(t.new(INDEX * rows), rows, INDEX, None))
+    return t.made(width, x.item, node)
+
+
+def _expert(b: Layer, x: Value, width: int, name: str) -> Value:
+    """Each row times the matrix of its expert."""
+    t, weight, size = b.tape, b.weight(name), x.size
+
+    def rule(node: Node, grad: Store) -> list[Store]:
+        back = t.new(size)
+        if weight.trains:
+            t.gradient(weight.count)
+        return [back]
+
+    node = t.record([x], rule, weight.trains)
+    if weight.trains:
+        t.keep(node, x)
+    return t.made(width, t.item, node)
+
+
+def _grouped(b: Layer, hidden: Value, weights: Value) -> Value:
+    t, a, top = b.tape, b.arch, b.arch.experts_per_token
+    order = Value(t.new(2 * INDEX * top), 2 * top, INDEX, None)  # sorted experts, and where they stood
+    selected = _indexed(t, hidden, top * a.hidden, top)
+    weights = _indexed(t, weights, top, top)
+    out = _expert(b, selected, 2 * top * a.intermediate, "mlp.experts.gate_up_proj")
+    gate, up = t.split(out, top * a.intermediate, top * a.intermediate)
+    out = t.mul(activation(t, gate, a.activation), up)
+    del gate, up
+    out = _expert(b, out, top * a.hidden, "mlp.experts.down_proj")
+    weighted = t.mul(out, Value(weights.store, top, weights.item, weights.node))
+    weighted = _indexed(t, weighted, top * a.hidden, top)
+    del order
+    return t.to(t.apply(weighted, width=a.hidden), t.item)
 
 
 # -- blocks -------------------------------------------------------------------------------------------------------
 
 
-def _llama(b: Layer, hidden: Value) -> Value:
-    t, kind = b.tape, b.arch.model_type
+def _dropped(b: Layer, x: Value) -> Value:
+    """Dropout of what a block adds: its mask and its result; without it nothing happens."""
+    return b.tape.dropout(x, b.fused) if b.arch.hidden_dropout else x
+
+
+Norms = tuple[str, str]  # of attention and of the MLP
+
+
+def _one_after_the_other(b: Layer, hidden: Value, before: Norms | None, behind: Norms | None) -> Value:
+    """Attention and then the MLP, each with what entered it added (the Llama line, Gemma, OLMo 2)."""
+    t, attend = b.tape, fused_attention if b.arch.model_type == "phi3" else attention
     residual = hidden
-    hidden = b.norm(hidden, "input_layernorm")
-    hidden, _scores = fused_attention(b, hidden) if kind == "phi3" else attention(b, hidden)
+    if before:
+        hidden = b.norm(hidden, before[0])
+    hidden, _scores = attend(b, hidden)
+    if behind:
+        hidden = b.norm(hidden, behind[0])
     hidden = t.add(residual, _scaled(b, _dropped(b, hidden)))
     residual = hidden
-    hidden = b.norm(hidden, "post_attention_layernorm")
-    if b.weight("mlp.experts.down_proj").count:
-        from mpdist.plan_experts import experts
-
-        hidden = experts(b, hidden)
-    else:
-        hidden = b.module("mlp.", hidden, lambda x: fused_mlp(b, x) if kind == "phi3" else gated_mlp(b, x))
+    if before:
+        hidden = b.norm(hidden, before[1])
+    hidden = _fed(b, hidden)
+    if behind:
+        hidden = b.norm(hidden, behind[1])
     return t.add(residual, _scaled(b, _dropped(b, hidden)))
+
+
+def _fed(b: Layer, hidden: Value) -> Value:
+    kind = b.arch.model_type
+    if b.weight("mlp.experts.down_proj").count:
+        return experts(b, hidden)
+    return b.module("mlp.", hidden, lambda x: fused_mlp(b, x) if kind == "phi3" else gated_mlp(b, x))
 
 
 def _scaled(b: Layer, x: Value) -> Value:
     return b.tape.apply(x) if b.arch.model_type == "granite" else x
-
-
-def _gemma2(b: Layer, hidden: Value) -> Value:
-    t = b.tape
-    residual = hidden
-    hidden = b.norm(hidden, "input_layernorm")
-    hidden, _scores = attention(b, hidden)
-    hidden = b.norm(hidden, "post_attention_layernorm")
-    hidden = t.add(residual, hidden)
-    residual = hidden
-    hidden = b.norm(hidden, "pre_feedforward_layernorm")
-    hidden = b.module("mlp.", hidden, lambda x: gated_mlp(b, x))
-    hidden = b.norm(hidden, "post_feedforward_layernorm")
-    return t.add(residual, hidden)
-
-
-def _olmo2(b: Layer, hidden: Value) -> Value:
-    t = b.tape
-    residual = hidden
-    hidden, _scores = attention(b, hidden)
-    hidden = b.norm(hidden, "post_attention_layernorm")
-    hidden = t.add(residual, hidden)
-    residual = hidden
-    hidden = b.module("mlp.", hidden, lambda x: gated_mlp(b, x))
-    hidden = b.norm(hidden, "post_feedforward_layernorm")
-    return t.add(residual, hidden)
 
 
 def _gpt2(b: Layer, hidden: Value) -> Value:
@@ -344,6 +403,7 @@ def _gpt_neox(b: Layer, hidden: Value) -> Value:
 
 
 def _opt(b: Layer, hidden: Value) -> Value:
+    """One name for all that passes, so that nothing waits for the end of a call."""
     t = b.tape
     residual = hidden
     hidden = b.norm(hidden, "self_attn_layer_norm")
@@ -369,18 +429,16 @@ def _phi(b: Layer, hidden: Value) -> Value:
     return t.add(t.add(attended, fed), residual)
 
 
-BLOCKS: dict[str, Callable[[Layer, Value], Value]] = {
-    "gemma2": _gemma2,
-    "gemma3_text": _gemma2,
-    "olmo2": _olmo2,
-    "gpt2": _gpt2,
-    "gpt_neox": _gpt_neox,
-    "opt": _opt,
-    "phi": _phi,
-}
+_APART = {"gpt2": _gpt2, "gpt_neox": _gpt_neox, "opt": _opt, "phi": _phi}
 
 
 def block(b: Layer, hidden: Value) -> Value:
     """One block of the family's, from what enters it to what leaves it."""
-    play = BLOCKS.get(b.arch.model_type, _llama)
-    return b.module("", hidden, lambda x: play(b, x))
+    kind = b.arch.model_type
+    if kind in _APART:
+        return b.module("", hidden, lambda x: _APART[kind](b, x))
+    gemma = kind in GEMMAS[1:]
+    second = "pre_feedforward_layernorm" if gemma else "post_attention_layernorm"
+    before = None if kind == "olmo2" else ("input_layernorm", second)
+    behind = ("post_attention_layernorm", "post_feedforward_layernorm") if gemma or kind == "olmo2" else None
+    return b.module("", hidden, lambda x: _one_after_the_other(b, x, before, behind))

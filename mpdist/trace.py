@@ -122,14 +122,14 @@ class Trace:
         self.losses: list[float] = []  # of each micro-batch, this rank's sum
         self._engine, self._micros, self._deep = engine, micros, deep
         self._handles: list[Any] = []
-        self._on_nodes = []
+        self._on_nodes: list[Any] = []
         self._now = 0
         self._forget()
 
     def _forget(self) -> None:
         for handle in self._on_nodes:  # a parameter's node outlives its graph
             handle.remove()
-        self._on_nodes: list[Any] = []
+        self._on_nodes = []
         self._order = 0
         self._seen: dict[str, Sight] = {}  # of this micro-batch, by half: forward, backward, reduction
         self._open: list[tuple[str, int, float]] = []

@@ -141,7 +141,7 @@ def train(
     folder: Path,
     ranks: int,
     *overrides: str,
-    timeout: float = 120.0,
+    timeout: float = 300.0,
     kill: tuple[float, list[int]] | None = None,
     **changes: Any,
 ) -> Result:

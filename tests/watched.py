@@ -7,11 +7,8 @@ each rank held before and after each attempt.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
-import random
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,7 +73,7 @@ def sessions(
     *,
     local: int | None = None,
     arm: Callable[[], Any] | None = None,
-    timeout: float = 120.0,
+    timeout: float = 300.0,
 ) -> list[Watched]:
     """local: ranks a node. arm: called on each rank before each session, for instance to record collectives."""
     paths = []
@@ -84,20 +81,9 @@ def sessions(
         change.setdefault("name", f"run{i}")
         path = tiny.config(folder, **change)
         paths.append(str(path.rename(folder / f"{i}-{change['name']}.yaml")))
-    ports = _ports(len(paths))
+    ports = worlds.free_ports(len(paths))
     found = worlds.run(session_each, ranks, paths, ports, local, arm, timeout=timeout)
     return [Watched(folder / "runs" / change["name"], [rank[i] for rank in found]) for i, change in enumerate(changes)]
-
-
-def _ports(count: int) -> list[int]:
-    """Free ports below those that the system hands out by itself, since most are opened only minutes later."""
-    found: list[int] = []
-    while len(found) < count:
-        port = random.randrange(10000, 32000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            found.append(port)
-    return found
 
 
 def session_each(

@@ -7,11 +7,13 @@ raises fails the call with that rank's traceback; a hang is killed by the watchd
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import multiprocessing
 import os
 import pickle
+import random
 import socket
 import tempfile
 import threading
@@ -34,6 +36,11 @@ _PRELOAD = [
     "mpdist.optim",
     "mpdist.train",
     "mpdist.export",
+    "mpdist.config.write",
+    "mpdist.tensor_files",
+    "ruamel.yaml",
+    "transformers.tokenization_utils_tokenizers",
+    "transformers.convert_slow_tokenizer",
 ]
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it says on import that it has looked for one
 _context = multiprocessing.get_context("forkserver")
@@ -44,13 +51,13 @@ def run(
     function: Callable[..., Any],
     ranks: int,
     *args: Any,
-    timeout: float = 120.0,
+    timeout: float = 300.0,
     kill: tuple[float, list[int]] | None = None,
     **kwargs: Any,
 ) -> list[Any]:
     """See above. kill: (seconds, ranks) sends SIGKILL to those ranks after that time; the call then fails."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    kwargs["_port"] = _free_port() if function.__name__.startswith("session") else None
+    kwargs["_port"] = free_ports(1)[0] if function.__name__.startswith("session") else None
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(ranks):
@@ -97,10 +104,18 @@ def whole(part: Any, local: Any) -> Any:
     return full
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def free_ports(count: int) -> list[int]:
+    """Free ports below those that the system hands out by itself, since some are opened only minutes later; none that
+    another worker of the same test run may choose."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 10
+    draw, found = random.SystemRandom(), list[int]()
+    while len(found) < count:
+        port = draw.randrange(10000 + 2200 * worker, 12200 + 2200 * worker)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            if port not in found:
+                found.append(port)
+    return found
 
 
 def _collect(pipes: list[Any], processes: list[Any], timeout: float) -> list[Any]:

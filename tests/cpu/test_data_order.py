@@ -64,6 +64,7 @@ def test_the_order_does_not_change_between_versions() -> None:
     ]
 
 
+@pytest.mark.alone
 def test_any_window_of_a_huge_epoch_is_there_at_once() -> None:
     order = Order(10**9, 256, seed=1)
     for k in (order.windows_per_epoch // 100, order.windows_per_epoch * 99 // 100, 5 * order.windows_per_epoch):

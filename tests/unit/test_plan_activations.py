@@ -163,6 +163,7 @@ def test_a_model_is_played_once_for_all_micro_batches_and_ranks() -> None:
     assert a is b
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("file", SHAPES, ids=lambda file: file.stem)
 def test_a_published_shape_is_planned_at_once(file: Path) -> None:
     model = arch.from_mapping(json.loads(file.read_text()), file.name)

@@ -123,7 +123,7 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Result, R
                 folder, **run, shard=shard, budget__steps=2 * link + 2, checkpoint={"every": 0, "keep": 9}
             )
             paths.append(str(made.rename(folder / f"{name}-{link}.yaml")))
-        by_rank = worlds.run(session_loaded, ranks, paths, watched._ports(len(paths)))
+        by_rank = worlds.run(session_loaded, ranks, paths, worlds.free_ports(len(paths)))
         for name, (status, message, state) in zip(todo, by_rank[0], strict=True):
             assert status == 0, message
             loaded[name].append(state)

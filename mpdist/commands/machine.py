@@ -13,6 +13,7 @@ from mpdist.commands.words import (
     memory_of,
     natural,
     parse,
+    positive,
     with_config,
     with_memory,
     with_world,
@@ -27,6 +28,7 @@ def doctor(argv: Sequence[str]) -> int:
         "machine: devices, versions, limits, and how fast it multiplies in FP32, BF16 and FP16. With CONFIG also of what\n"
         "it needs, on all its ranks: they are started as a launch would, and try their links for values and speed.\n"
         "Exit status 0 if nothing has failed, else that of the first failure.\n\n"
+        "With --debug the debugging sequence of mixed precision is run for a few steps, on the same ranks.\n\n"
         "With --replay a past step of a run is computed again, from the nearest earlier checkpoint, and its loss and gradient\n"
         "norm are compared with its record bit for bit: what differs is silent corruption, or a race.",
         "examples:\n  mpdist doctor\n  mpdist doctor run.yaml --ranks 8\n  mpdist doctor --replay runs/sft 1200\n"
@@ -35,6 +37,16 @@ def doctor(argv: Sequence[str]) -> int:
     )
     with_config(parser, required=False)
     with_world(parser)
+    parser.add_argument("--ops", action="store_true", help="make one training step and count its operations by dtype")
+    parser.add_argument(
+        "--debug",
+        action="store_true",
+        help="a few steps in FP32, in less precision, and as CONFIG says; what fails is named, cures tried",
+    )
+    parser.add_argument("--steps", type=positive, metavar="N", help="with --debug: how many of each (default: 8)")
+    parser.add_argument(
+        "--html", metavar="FILE", help="CONFIG being a run's folder: draw what its precision cost, by layer"
+    )
     parser.add_argument("--node-rank", type=natural, metavar="N", help="this node's number (default: Slurm's, else 0)")
     with_memory(parser)
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
@@ -46,8 +58,28 @@ def doctor(argv: Sequence[str]) -> int:
         for n in ("ranks", "nodes", "node_rank", "memory")
         if getattr(arguments, n) is not None
     ]
+    if arguments.html is not None:
+        if (
+            arguments.config is None
+            or given
+            or arguments.json
+            or arguments.replay
+            or arguments.overrides
+            or arguments.ops
+            or arguments.debug
+        ):
+            parser.error("--html takes a run's folder alone: mpdist doctor RUN --html FILE")
+        from mpdist import precision_html
+
+        return precision_html.draw(arguments.config, arguments.html)
+    if arguments.ops and (arguments.config is None or arguments.replay is not None):
+        parser.error("--ops needs the CONFIG whose step is made")
+    if arguments.debug and (arguments.config is None or arguments.replay is not None or arguments.ops):
+        parser.error("--debug takes the CONFIG whose steps are made, without --ops and --replay")
+    if arguments.steps is not None and not arguments.debug:
+        parser.error("--steps goes with --debug")
     memory = memory_of(arguments)
-    from mpdist.doctor import command
+    from mpdist.doctor import TRIAL_STEPS, command
 
     if arguments.replay is not None:
         folder, step = arguments.replay
@@ -55,7 +87,9 @@ def doctor(argv: Sequence[str]) -> int:
             raise UsageError(f"mpdist doctor --replay with {arguments.config or given[0]}",
                              "the run's own configuration and number of ranks are taken", "leave it out")  # fmt: skip
         if not step.isdecimal() or not int(step):
-            raise UsageError(f"mpdist doctor --replay {folder} {step}", "a step is a whole number from 1 on", "give one")
+            raise UsageError(
+                f"mpdist doctor --replay {folder} {step}", "a step is a whole number from 1 on", "give one"
+            )
         return command.replay(folder, int(step), as_json=arguments.json, report=arguments.report)
     resolved = load_config(arguments) if arguments.config is not None else None
     command.check_options(resolved, given)
@@ -67,6 +101,8 @@ def doctor(argv: Sequence[str]) -> int:
         memory_bytes=memory,
         as_json=arguments.json,
         report=arguments.report,
+        ops=arguments.ops,
+        debug=(arguments.steps or TRIAL_STEPS) if arguments.debug else None,
     )
 
 

@@ -16,7 +16,7 @@ from mpdist import blame, interface, slurm, watch
 from mpdist.doctor import PATIENCE_S
 from mpdist.env import environment
 from mpdist.errors import MachineError, MpdistError, UsageError
-from mpdist.findings import Finding, error_of, from_json, kind_of, table
+from mpdist.findings import Finding, error_of, from_json, kind_of, table, to_paste
 from mpdist.lines import dump, read_json, write_atomic
 from mpdist.world import World, from_env
 
@@ -37,11 +37,15 @@ def run(
     memory_bytes: int | None = None,
     as_json: bool = False,
     report: str | None = None,
+    ops: bool = False,
+    debug: int | None = None,
 ) -> int:
     """The exit status: 0, or that of the worst failed finding. Main thread only.
 
     ranks, nodes, node_rank: as for a launch. memory_bytes: of a rank, for the plan's verdict. report: where a rank writes
-    what was found, for the process that has started it. A process that torchrun has started is a rank.
+    what was found, for the process that has started it. A process that torchrun has started is a rank. ops: the operations
+    of one training step by dtype, instead of links and speeds. debug: how many steps the debugging sequence takes in each
+    precision; None leaves it out.
     """
     began = time.monotonic()
     if resolved is None:
@@ -49,15 +53,18 @@ def run(
 
         return _tell(here.look(), as_json, began)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return _rank(resolved, as_json, report, began)
+        return _rank(resolved, as_json, report, began, ops, debug)
     place = _place(resolved, ranks, nodes, node_rank)
     found = asked_of(resolved, place, memory_bytes) if place.node_rank == 0 else []
     if place.ranks * place.nodes == 1:
         from mpdist.doctor import examine, here
 
         alone = World(rank=0, ranks=1, local_rank=0, local_ranks=1, node=0, nodes=1, source="doctor")
-        return _tell([*found, *here.described(), *examine.run(resolved, alone)], as_json, began)
-    seen = _start(resolved, place)
+        with _stdout_kept():
+            seen = examine.run(resolved, alone, ops, debug)
+        return _tell([*found, *here.described(), *seen], as_json, began)
+    more = (*(("--ops",) if ops else ()), *(() if debug is None else ("--debug", "--steps", str(debug))))
+    seen = _start(resolved, place, more=more)
     if place.node_rank:
         print(f"node {place.node_rank} of {place.nodes} has taken part: node 0 prints what was found", file=sys.stderr)
         return 0
@@ -142,6 +149,8 @@ def _place(resolved: Resolved, ranks: int | None, nodes: int | None, node_rank: 
 
 
 def _tell(found: Sequence[Finding], as_json: bool, began: float) -> int:
+    from mpdist.config.write import block
+
     error = error_of(found)
     if as_json:
         rows = [finding.to_json() for finding in found]
@@ -149,6 +158,9 @@ def _tell(found: Sequence[Finding], as_json: bool, began: float) -> int:
         print(dump({"findings": rows, "seconds": seconds, "machine": environment()}, indent=2))
     else:
         print(table(found))
+        fragment = to_paste(found)
+        if fragment:
+            print(f"\nto paste into the configuration:\n\n{block(fragment)}", end="")
         failed, doubtful = (sum(f.level == level for f in found) for level in ("failed", "doubtful"))
         print(f"\n{failed} failed, {doubtful} doubtful, {len(found) - failed - doubtful} ok")
     return 0 if error is None else error.status
@@ -157,7 +169,8 @@ def _tell(found: Sequence[Finding], as_json: bool, began: float) -> int:
 # -- ranks -----------------------------------------------------------------------------------------------------------
 
 
-def _rank(resolved: Resolved, as_json: bool, report: str | None, began: float) -> int:
+def _rank(resolved: Resolved, as_json: bool, report: str | None, began: float, ops: bool = False,
+          debug: int | None = None) -> int:  # fmt: skip
     """One rank. The first one writes the report, or prints it where no other process waits for it."""
     me = from_env(os.environ)
     assert me is not None
@@ -167,7 +180,7 @@ def _rank(resolved: Resolved, as_json: bool, report: str | None, began: float) -
         from mpdist.doctor import asked, examine, here
 
         try:
-            found = examine.run(resolved, me)
+            found = examine.run(resolved, me, ops, debug)
         except MpdistError as error:
             if report is not None and me.local_rank == 0:
                 write_atomic(Path(report), dump({"error": vars(error), "status": error.status}) + "\n")
@@ -201,17 +214,17 @@ def _stdout_kept() -> Iterator[None]:
         os.close(kept)
 
 
-def _start(resolved: Resolved, place: Place, instead: Sequence[str] = (),
+def _start(resolved: Resolved, place: Place, instead: Sequence[str] = (), more: Sequence[str] = (),
            variables: Mapping[str, str] | None = None) -> list[Finding]:  # fmt: skip
     """Start this node's ranks under torchrun and wait for them; what they found, on node 0. Raises what ended them early.
 
-    instead: words that take the configuration's place. variables: of the ranks' environment.
+    instead: words that take the configuration's place. more: options beside it. variables: of the ranks' environment.
     """
     from mpdist import launch
     from mpdist.place import with_free_port
     from mpdist.supervise import Child, listening
 
-    timeout = min(resolved.config.launch.timeout, PATIENCE_S)
+    timeout = resolved.config.launch.timeout if "--debug" in more else min(resolved.config.launch.timeout, PATIENCE_S)
     meeting = Path(resolved.config.out_dir).expanduser() / _MEETING
     with tempfile.TemporaryDirectory(prefix="mpdist-doctor-") as name, contextlib.ExitStack() as stack:
         folder = Path(name)
@@ -223,7 +236,7 @@ def _start(resolved: Resolved, place: Place, instead: Sequence[str] = (),
             made = [path for path in (meeting, meeting.parent) if not path.exists()]
             stack.callback(_remove, made)
             stack.enter_context(slurm.meeting_at(place.port, meeting, place.task))
-        worker = ("-m", "mpdist", "doctor", *instead, "--report", str(folder / "report.json"))
+        worker = ("-m", "mpdist", "doctor", *instead, *more, "--report", str(folder / "report.json"))
         command = launch.torchrun(place, worker, folder / "config.yaml", timeout)
         command = command[:-1] if instead else command
         env = {**os.environ, "OMP_NUM_THREADS": str(place.threads), **(variables or {})}

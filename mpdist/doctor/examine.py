@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ import torch
 from mpdist import arch, links, machine, plan, preflight
 from mpdist.config import leaves
 from mpdist.dist import on_first, pick_device, same_everywhere, start, stop
-from mpdist.doctor import PATIENCE_S, here, speed
+from mpdist.doctor import PATIENCE_S, before, here, speed
 from mpdist.env import environment
 from mpdist.findings import Finding, error_of, merged
 from mpdist.units import format_bytes
@@ -42,19 +43,24 @@ class Subject:
     device: torch.device
 
 
-def run(resolved: Resolved, world: World) -> list[Finding]:
+def run(resolved: Resolved, world: World, ops: bool = False, debug: int | None = None) -> list[Finding]:
     """Collective. Joins a process group, takes every step, leaves it. Raises MpdistError where there is nothing to examine:
-    ranks that do not come, or that were started with different settings."""
+    ranks that do not come, or that were started with different settings. ops: instead of what comes after the first step,
+    one training step is made and its operations are counted. debug: steps of the debugging sequence, None without it."""
     cfg = resolved.config
     device = pick_device(world, cfg.launch.device)
-    start(world, device, timedelta(seconds=min(cfg.launch.timeout, PATIENCE_S)))
+    patience = cfg.launch.timeout if debug is not None else min(cfg.launch.timeout, PATIENCE_S)
+    start(world, device, timedelta(seconds=patience))
     try:
         settings = {k: v for k, v in leaves(resolved.values()) if not k.startswith("launch.") and k != "out_dir"}
         same_everywhere(settings, "settings")
         same_everywhere(environment()["versions"], "versions")
         subject = Subject(resolved, planned(resolved, world, device), world, device)
         found: list[Finding] = []
-        for step in STEPS:
+        steps: tuple[Step, ...] = (ready, counted) if ops else STEPS
+        if debug is not None:
+            steps = ready, shared_directory, partial(trials, steps=debug)
+        for step in steps:
             found += step(subject)
             if error_of(found) is not None:
                 break
@@ -82,6 +88,20 @@ def planned(resolved: Resolved, world: World, device: torch.device) -> Plan:
 def ready(subject: Subject) -> list[Finding]:
     """What is looked at before every session: see mpdist.preflight."""
     return preflight.examine(subject.resolved.config, subject.plan, subject.world, subject.device, None)
+
+
+def counted(subject: Subject) -> list[Finding]:
+    """Operations by dtype: see mpdist.doctor.ops."""
+    from mpdist.doctor import ops
+
+    return ops.look(subject)
+
+
+def trials(subject: Subject, steps: int) -> list[Finding]:
+    """A few steps in each precision, on these ranks: see mpdist.doctor.sequence."""
+    from mpdist.doctor import sequence
+
+    return sequence.debug(subject, steps)
 
 
 def shared_directory(subject: Subject) -> list[Finding]:
@@ -146,4 +166,4 @@ def _rate(bandwidth: float) -> str:
 
 
 Step = Callable[[Subject], list[Finding]]
-STEPS: tuple[Step, ...] = (ready, shared_directory, speeds, bandwidth)
+STEPS: tuple[Step, ...] = (ready, shared_directory, before.labels, before.learning_rate, speeds, bandwidth)

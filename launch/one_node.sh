@@ -14,6 +14,6 @@ set -eu
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-8}" # a node's cores divided by its ranks
 
 exec torchrun --nproc-per-node "${RANKS:-8}" --nnodes 1 --max-restarts 0 \
-    --rdzv-backend c10d --rdzv-endpoint localhost:0 \
+    --rdzv-backend c10d --rdzv-endpoint localhost:0 --local-addr 127.0.0.1 \
     --shutdown-timeout 600 --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
     -m mpdist "$@"

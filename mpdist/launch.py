@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from mpdist.plan import Plan
     from mpdist.record import RunDir
 
-_OTHER_NODES_S = 5.0  # for what other nodes' launchers have to say about their ranks
+_OTHER_NODES_S = 10.0  # for what other nodes' launchers have to say about their ranks
+_SILENT_S = 4.0  # torchrun says within a second that a rank has failed, and nothing of one that left with success
 _ENDS = {"done": 0, "preempted": 75, "diverged": 5}
 
 
@@ -178,6 +179,8 @@ def _lead(
             look()
         if run_dir.taken_over:
             child.end_at_once()
+        if place.nodes > 1:
+            _tell_deaths(child, folder)
         return folder
 
     with slurm.meeting_at(place.port, run_dir.path, place.task):
@@ -216,7 +219,13 @@ def _follow(resolved: Resolved, place: Place, worker: Sequence[str], heard: list
     log = run_dir.path / f".torchrun-{place.node_rank:04d}.log"
     with listening() if heard is None else contextlib.nullcontext(heard) as signals:
         child = Child(command, env, log, signals, cfg.launch.timeout, _noting(run_dir))
-        status = child.run(lambda: _own_session(run_dir, child.token))
+
+        def where() -> Path | None:
+            if session := _own_session(run_dir, child.token):
+                _tell_deaths(child, session)
+            return session
+
+        status = child.run(where)
         if session := _own_session(run_dir, child.token):
             run_dir.session = int(session.name)
             kept = session / "logs" / f"torchrun-{place.node_rank:04d}.log"
@@ -274,7 +283,8 @@ def torchrun(place: Place, worker: Sequence[str], config: Path, timeout: float) 
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(place.ranks)]
     command += ["--nnodes", str(place.nodes), "--max-restarts", "0"]
     if place.nodes == 1:
-        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{place.port}"]
+        # The address is given, since a host need not find itself by its own name, and then would ask for it for minutes.
+        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{place.port}", "--local-addr", "127.0.0.1"]
         command += ["--rdzv-conf", "is_host=1"] if place.port else []
     else:
         command += ["--node-rank", str(place.node_rank), "--master-addr", str(place.address)]
@@ -352,6 +362,20 @@ def _conclude(run_dir: RunDir, child: Child, torchrun_status: int) -> int:
     said = f"{unrecorded}the run failed{where}; logs in {own.parent}, the one to read: {own.name}\n{text}"
     print(said, file=sys.stderr, flush=True)
     return failure.exit
+
+
+def _tell_deaths(child: Child, folder: Path) -> None:
+    """Write down at once, for the other nodes' launchers, how ranks of this one have ended that could not say so."""
+    for rank, when in child.deaths.items():
+        report = child.reports[rank]
+        if report.failure or report.end:
+            continue
+        agent = blame.Agent.read(watch.read_text_tail(child.log))
+        code = agent.code(report.pid)
+        if code is None and time.time() - when > _SILENT_S:
+            code = 0
+        if code is not None and report.pid not in agent.closed:
+            watch.record_death(folder, rank, when, code)
 
 
 def _first_failure(run_dir: RunDir, child: Child, agent: blame.Agent) -> blame.Failure | None:

@@ -19,6 +19,7 @@ from mpdist import slurm, watch
 from mpdist.errors import Preempted, UsageError
 from mpdist.lines import dump, read_json, write_atomic
 from mpdist.record import RunDir
+from mpdist.sweep_file import NAME as SWEEP
 
 if TYPE_CHECKING:
     from mpdist.config import Resolved
@@ -32,13 +33,7 @@ def run(resolved: Resolved, step_status: int) -> int:
 
     Raises UsageError outside of a job.
     """
-    job = slurm.session(os.environ)
-    if job is None:
-        raise UsageError(
-            "mpdist requeue: SLURM_JOB_ID is not set",
-            "it is for the end of a batch script, which runs in a job",
-            "to go on with a stopped run, launch or submit it again",
-        )
+    job = _job()
     run_dir = RunDir(Path(resolved.config.out_dir) / resolved.config.name)
     status = run_dir.read_status() or {}
     session = int(status.get("session") or 0)
@@ -56,6 +51,29 @@ def run(resolved: Resolved, step_status: int) -> int:
         _say(_why(run_dir, status))
     code = status.get("exit")
     return int(_STATUS[str(state)] if code is None else code)
+
+
+def run_sweep(resolved: Resolved, step_status: int) -> int:
+    """As `run`, for a job that ran `mpdist sweep`, whose own status is srun's. Raises UsageError outside of a job."""
+    job = _job()
+    folder = RunDir(Path(resolved.config.out_dir) / resolved.config.name)
+    if step_status == Preempted.status and (folder.path / SWEEP).exists():
+        runs = [read_json(path) or {} for path in folder.path.glob("*/status.json")]
+        status = {key: sum(int(run.get(key) or 0) for run in runs) for key in ("step", "attempt")}
+        last = max(runs, key=lambda run: float(run.get("updated") or 0), default={})
+        _say(_requeue(resolved, folder, {**status, "reason": last.get("reason")}, job))
+    return step_status
+
+
+def _job() -> dict[str, Any]:
+    job = slurm.session(os.environ)
+    if job is None:
+        raise UsageError(
+            "mpdist requeue: SLURM_JOB_ID is not set",
+            "it is for the end of a batch script, which runs in a job",
+            "to go on with a stopped run, launch or submit it again",
+        )
+    return job
 
 
 def _why(run_dir: RunDir, status: Mapping[str, Any]) -> str:

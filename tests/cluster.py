@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -60,11 +61,20 @@ class Failed(Exception):
 
 
 class Cluster:
-    """A running Slurm. `nodes` are its names, in order; `work` its files; made by `start`, or `of` an earlier start's."""
+    """A running Slurm; made by `start`, or `of` an earlier start's.
 
-    def __init__(self, work: Path, run: Path, port: int, nodes: list[str], subnet: str, bridge: str) -> None:
+    nodes: names of the default partition's, in order. apart: those of further partitions, by name. work: its files.
+    """
+
+    def __init__(
+        self, work: Path, run: Path, port: int, nodes: list[str], apart: dict[str, list[str]], subnet: str, bridge: str
+    ) -> None:
         self.work, self.run, self.port = work, run, port
-        self.nodes, self.subnet, self.bridge = nodes, subnet, bridge
+        self.nodes, self.apart, self.subnet, self.bridge = nodes, apart, subnet, bridge
+
+    @property
+    def all_nodes(self) -> list[str]:
+        return [*self.nodes, *(node for names in self.apart.values() for node in names)]
 
     # -- for tests: asking ---------------------------------------------------------------------------------------
 
@@ -122,14 +132,22 @@ class Cluster:
             time.sleep(0.25)
         return state
 
-    def hurry(self, job: str, timeout: float = 90) -> None:
-        """Wait until the job is queued again and start it now: Slurm lets two minutes pass after a requeue.
+    def hurry(self, job: str, restart: int, timeout: float = 180, **update: str) -> None:
+        """Wait until the job was queued again so often, and have it start now: Slurm lets two minutes pass.
 
-        A node takes a job that starts in the second of its end for the one that it has just killed.
+        A node takes a job that starts in the second of its end for the one that it has just killed. update: what else
+        `scontrol update` is to change first.
         """
-        self.wait(job, "PENDING", timeout=timeout)
-        time.sleep(2)
-        self.call("scontrol", "update", f"jobid={job}", "StartTime=now")
+        deadline = time.monotonic() + timeout
+        while self.restarts(job) < restart or self.state(job) == "COMPLETING":
+            if time.monotonic() > deadline or self.state(job) in ("COMPLETED", "FAILED", "CANCELLED"):
+                raise Failed(f"job {job} is {self.state(job)}, not queued again\n{self.output(job)}")
+            time.sleep(0.25)
+        if self.state(job) == "PENDING":  # after the loss of a node it may not have to wait
+            time.sleep(2)
+            changes = [f"{key}={value}" for key, value in update.items()]
+            self.call("scontrol", "update", f"jobid={job}", *changes, "StartTime=now", status=None)
+        self.wait(job, "RUNNING", timeout=timeout)
 
     def output(self, job: str) -> str:
         """What the job has printed, its last attempt after the earlier ones."""
@@ -139,27 +157,38 @@ class Cluster:
     def queue(self) -> list[str]:
         return self.call("squeue", "--noheader", "--format=%i %T").splitlines()
 
-    def processes(self, job: str | None = None) -> list[int]:
-        """Processes that this cluster's jobs (or one of them) have left or are running; not Slurm's own."""
+    def processes(self, job: str, node: str | None = None) -> list[int]:
+        """Processes that a job has left or is running (on one node, or anywhere); not Slurm's own."""
         found = []
         for pid, env, command in _processes():
-            ours = env.get("SLURM_CONF") == str(self.conf) and "SLURM_JOB_ID" in env and "SLURMD_NODENAME" in env
-            if ours and job in (None, env["SLURM_JOB_ID"]) and not Path(command).name.startswith("slurm"):
+            ours = env.get("SLURM_CONF") == str(self.conf) and env.get("SLURM_JOB_ID") == job
+            here = env.get("SLURMD_NODENAME") if node is None else env.get("SLURMD_NODENAME") == node
+            if ours and here and not Path(command).name.startswith(("slurm", "srun")):
                 found.append(pid)
         return found
+
+    def left_by(self, job: str, node: str | None = None, timeout: float = 20) -> list[str]:
+        """Commands of a job that has ended (or on a node that it has left) which do not end in time; [] if all do."""
+        deadline = time.monotonic() + timeout
+        while (pids := self.processes(job, node)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return [_command(pid) for pid in pids]
 
     # -- for tests: faults ---------------------------------------------------------------------------------------
 
     def kill_node(self, node: str) -> None:
-        """The node's slurmd dies; what it has started lives on, as on a node that the controller has lost."""
+        """The node stands still as one without power does: its slurmd is dead, and its processes answer nobody."""
         self._end(f"slurmd-{node}", signal.SIGKILL)
+        for pid, env, _ in _processes():
+            if env.get("SLURM_CONF") == str(self.conf) and env.get("SLURMD_NODENAME") == node:
+                _signal(pid, signal.SIGSTOP)
 
     def cut(self, node: str) -> None:
         """Unplug the node's cable."""
         self._ip("link", "set", self._port(node), "down")
 
     def heal(self, node: str, timeout: float = 60) -> None:
-        """Plug it in again, start its slurmd where it is dead, end what was left on it, and wait until it is idle."""
+        """Plug it in again, start its slurmd where it is dead, end what was left on it; waits until it is idle."""
         self._ip("link", "set", self._port(node), "up")
         if not _alive(self._pid(f"slurmd-{node}")):
             self._start_node(node)
@@ -167,22 +196,13 @@ class Cluster:
             if env.get("SLURM_CONF") == str(self.conf) and env.get("SLURMD_NODENAME") == node:
                 _signal(pid, signal.SIGKILL)
         self.call("scontrol", "update", f"nodename={node}", "state=resume", status=None)
-        self.wait_for_nodes(timeout)
+        self.wait_for_nodes([node], timeout)
 
-    def settle(self, timeout: float = 60) -> None:
-        """End all jobs and have all nodes idle: what a test that failed half-way leaves must not fail the next."""
-        self.call("scancel", "--user=root", status=None)
-        deadline = time.monotonic() + timeout
-        while self.queue() and time.monotonic() < deadline:
-            time.sleep(0.25)
-        for node in self.nodes:
-            self.heal(node, timeout)
-
-    def wait_for_nodes(self, timeout: float = 60) -> None:
+    def wait_for_nodes(self, nodes: list[str], timeout: float = 60) -> None:
         deadline = time.monotonic() + timeout
         while True:
             lines = self.call("sinfo", "--noheader", "--Node", "--format=%N %T", status=None).splitlines()
-            if len({line for line in lines if line.endswith(" idle")}) == len(self.nodes):
+            if {f"{node} idle" for node in nodes} <= set(lines):
                 return
             if time.monotonic() > deadline:
                 raise Failed(f"nodes are not idle after {timeout:.0f} s: {sorted(set(lines))}\n{self._logs()}")
@@ -191,8 +211,13 @@ class Cluster:
     # -- start and stop ------------------------------------------------------------------------------------------
 
     @classmethod
-    def start(cls, work: Path, nodes: int = 2, gpus: int = 0, keep: bool = False) -> Cluster:
-        """Bring a cluster up in a new or empty folder. keep: it outlives this process, until `stop`."""
+    def start(
+        cls, work: Path, nodes: int = 2, gpus: int = 0, keep: bool = False, apart: dict[str, int] | None = None
+    ) -> Cluster:
+        """Bring a cluster up in a new or empty folder. keep: it outlives this process, until `stop`.
+
+        apart: further partitions with nodes of their own, by name, so that a node can be lost without harm to others' jobs.
+        """
         if why := unable():
             raise Failed(why)
         for old in earlier():
@@ -204,9 +229,12 @@ class Cluster:
         with _claimed() as (number, names):
             run = Path(f"/run/mpdist-slurm-{number}")  # short: a socket's path has 107 bytes at most
             run.mkdir()
-            port = _free_ports(17800 + 100 * number, nodes + 1)
+            counts = {"": nodes, **(apart or {})}
+            port = _free_ports(17800 + 100 * number, sum(counts.values()) + 1)
+            fresh = (f"{names}{i}" for i in itertools.count(1))
+            groups = {name: list(itertools.islice(fresh, count)) for name, count in counts.items()}
             subnet = f"10.203.{100 + number}"
-            cluster = cls(work, run, port, [f"{names}{i}" for i in range(1, nodes + 1)], subnet, f"mpd{number}")
+            cluster = cls(work, run, port, groups.pop(""), groups, subnet, f"mpd{number}")
             cluster._remember(None if keep else os.getpid())
         try:
             cluster._configure(gpus)
@@ -214,9 +242,9 @@ class Cluster:
             cluster._daemon("munged", *cluster._munged())
             cluster._wait_for(cluster.run / "munge.sock")
             cluster._daemon("slurmctld", "slurmctld", "-D", "-f", str(cluster.conf))
-            for node in cluster.nodes:
+            for node in cluster.all_nodes:
                 cluster._start_node(node)
-            cluster.wait_for_nodes()
+            cluster.wait_for_nodes(cluster.all_nodes)
         except BaseException:
             cluster.stop()
             raise
@@ -226,7 +254,8 @@ class Cluster:
     def of(cls, run: Path) -> Cluster:
         """The cluster that an earlier `start` left a record of."""
         known = json.loads((run / "cluster.json").read_text())
-        return cls(Path(known["work"]), run, known["port"], known["nodes"], known["subnet"], known["bridge"])
+        names = [known[name] for name in ("port", "nodes", "apart", "subnet", "bridge")]
+        return cls(Path(known["work"]), run, *names)
 
     def stop(self) -> None:
         """End its jobs and daemons, and nothing else's; leaves the logs in `work`."""
@@ -236,7 +265,7 @@ class Cluster:
                 deadline = time.monotonic() + 3
                 while self.queue() and time.monotonic() < deadline:
                     time.sleep(0.1)
-        names = ["slurmctld", *(f"slurmd-{node}" for node in self.nodes)]
+        names = ["slurmctld", *(f"slurmd-{node}" for node in self.all_nodes)]
         for name in names:
             self._end(name, signal.SIGTERM, wait=False)
         for name in names:
@@ -245,7 +274,7 @@ class Cluster:
             if env.get("SLURM_CONF") == str(self.conf) and ("SLURMD_NODENAME" in env or "SLURM_JOB_ID" in env):
                 _signal(pid, signal.SIGKILL)
         self._end("munged", signal.SIGTERM)
-        for node in self.nodes:
+        for node in self.all_nodes:
             self._ip("link", "delete", self._port(node), check=False)  # a process left in the space would keep it
             self._ip("netns", "delete", f"{self.bridge}-{node}", check=False)
         self._ip("link", "delete", self.bridge, check=False)
@@ -253,15 +282,18 @@ class Cluster:
         shutil.rmtree(self.run, ignore_errors=True)
 
     def _remember(self, owner: int | None) -> None:
-        known = {"work": str(self.work), "port": self.port, "nodes": self.nodes, "subnet": self.subnet}
+        known = {"work": str(self.work), "port": self.port, "nodes": self.nodes, "apart": self.apart}
+        known["subnet"] = self.subnet
         (self.run / "cluster.json").write_text(json.dumps({**known, "bridge": self.bridge, "owner": owner}))
 
     def _configure(self, gpus: int) -> None:
         for name in ("etc", "log", "state"):
             (self.work / name).mkdir()
-        nodes = {node: (self._address(i), self.port + i) for i, node in enumerate(self.nodes, 1)}
+        nodes = {node: (self._address(i), self.port + i) for i, node in enumerate(self.all_nodes, 1)}
         host = socket.gethostname().partition(".")[0]
-        self.conf.write_text(cluster_conf.text(self.work, self.run, host, f"{self.subnet}.1", self.port, nodes, gpus))
+        controller = f"{self.subnet}.1"
+        text = cluster_conf.text(self.work, self.run, host, controller, self.port, nodes, self.apart, gpus)
+        self.conf.write_text(text)
         # slurmd loads a cgroup plugin even if nothing uses one; version 1 named outright starts on any machine.
         (self.work / "etc" / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
         if gpus:
@@ -269,12 +301,12 @@ class Cluster:
         (self.work / "env.sh").write_text(f"export SLURM_CONF={self.conf}\n")
 
     def _network(self) -> None:
-        lines = [f"{self._address(i)} {node} # {self.run.name}" for i, node in enumerate(self.nodes, 1)]
+        lines = [f"{self._address(i)} {node} # {self.run.name}" for i, node in enumerate(self.all_nodes, 1)]
         _edit_hosts(lambda line: True, lines)
         self._ip("link", "add", self.bridge, "type", "bridge")
         self._ip("address", "add", f"{self.subnet}.1/24", "dev", self.bridge)
         self._ip("link", "set", self.bridge, "up")
-        for i, node in enumerate(self.nodes, 1):
+        for i, node in enumerate(self.all_nodes, 1):
             space, outside = f"{self.bridge}-{node}", self._port(node)
             self._ip("netns", "add", space)
             self._ip("link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", space)

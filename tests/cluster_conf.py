@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-_CPUS, _MEMORY_MB = 4, 4000
+_CPUS, _MEMORY_MB = 8, 4000
 _CONF = """\
 ClusterName=mpdist
 SlurmctldHost={host}({controller})
@@ -47,16 +47,26 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 """
 _PARTITIONS = """\
-PartitionName=debug Nodes=ALL Default=YES MaxTime=60 State=UP PriorityTier=10 PreemptMode=OFF
+PartitionName=debug Nodes={nodes} Default=YES MaxTime=60 State=UP PriorityTier=10 PreemptMode=OFF
 PartitionName=low Nodes=ALL MaxTime=60 State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=20
 PartitionName=high Nodes=ALL MaxTime=60 State=UP PriorityTier=20 PreemptMode=OFF
 """
 
 
 def text(
-    work: Path, run: Path, host: str, controller: str, port: int, nodes: dict[str, tuple[str, int]], gpus: int
+    work: Path,
+    run: Path,
+    host: str,
+    controller: str,
+    port: int,
+    nodes: dict[str, tuple[str, int]],
+    apart: dict[str, list[str]],
+    gpus: int,
 ) -> str:
-    """nodes: address and port by name. A node's host is called otherwise than the node. controller: its address."""
+    """nodes: address and port by name. A node's host is called otherwise than the node. controller: its address.
+
+    apart: nodes that are in partitions of their own and not in the default one.
+    """
     lines = [_CONF.format(host=host, controller=controller, port=port, run=run, work=work)]
     lines += ["GresTypes=gpu\n"] if gpus else []
     for node, (address, own) in nodes.items():
@@ -65,7 +75,13 @@ def text(
             f"NodeName={node} NodeHostname={node}-host NodeAddr={address} Port={own} "
             f"CPUs={_CPUS} RealMemory={_MEMORY_MB} State=UNKNOWN{gres}\n"
         )
-    return "".join([*lines, _PARTITIONS])
+    others = {node for names in apart.values() for node in names}
+    lines.append(_PARTITIONS.format(nodes=",".join(node for node in nodes if node not in others)))
+    for name, names in apart.items():
+        lines.append(
+            f"PartitionName={name} Nodes={','.join(names)} MaxTime=60 State=UP PriorityTier=10 PreemptMode=OFF\n"
+        )
+    return "".join(lines)
 
 
 def make_gpus(work: Path, gpus: int) -> None:

@@ -108,7 +108,11 @@ def requeue(argv: Sequence[str]) -> int:
         f"example, as in slurm/train.sbatch:\n  mpdist requeue --step-status $? run.yaml\n\n{OVERRIDES}",
     )
     with_config(parser)
-    with_seed(parser)
+    if "--sweep" in argv:
+        _with_arms(parser)
+    else:
+        with_seed(parser)
+    parser.add_argument("--sweep", action="store_true", help="the job ran `mpdist sweep`, whose options may follow")
     parser.add_argument(
         "--step-status",
         type=natural,
@@ -120,7 +124,25 @@ def requeue(argv: Sequence[str]) -> int:
     resolved = load_seeded(arguments)
     from mpdist import requeue
 
-    return requeue.run(resolved, arguments.step_status)
+    return (requeue.run_sweep if arguments.sweep else requeue.run)(resolved, arguments.step_status)
+
+
+def _with_arms(parser: Parser) -> None:
+    """What makes a sweep's runs, which `mpdist requeue` takes as it was given in a batch script."""
+    many: dict[str, Any] = {"action": "append", "default": []}
+    parser.add_argument(
+        "--vary", metavar="KEY=A,B,C", **many, help="an arm for each value; several: for each combination"
+    )
+    parser.add_argument("--arm", metavar="NAME:KEY=V,KEY=V", **many, help="an arm that sets several keys")
+    parser.add_argument("--config", dest="files", metavar="FILE", **many, help="a whole configuration as an arm")
+    parser.add_argument("--seeds", type=positive, default=1, metavar="N", help="runs of each arm: seed, seed + 1, ...")
+    parser.add_argument("--seed", type=natural, metavar="K", help="the sweep NAME-seedK, which begins with seed=K")
+    parser.add_argument("--control", action="store_true", help="run the first arm twice: what differs then is noise")
+    parser.add_argument(
+        "--equal-time", metavar="TIME", help="train each arm for so long, such as 300s, by its own speed"
+    )
+    parser.add_argument("--ranks", type=positive, metavar="N", help="ranks on this node (default: launch.ranks)")
+    parser.add_argument("--no-compare", action="store_true", help="at the end, do not call `mpdist compare`")
 
 
 def sweep(argv: Sequence[str]) -> int:
@@ -136,21 +158,10 @@ def sweep(argv: Sequence[str]) -> int:
         f"{OVERRIDES}\n{STATUSES}",
     )
     with_config(parser)
-    many: dict[str, Any] = {"action": "append", "default": []}
-    parser.add_argument(
-        "--vary", metavar="KEY=A,B,C", **many, help="an arm for each value; several: for each combination"
-    )
-    parser.add_argument("--arm", metavar="NAME:KEY=V,KEY=V", **many, help="an arm that sets several keys")
-    parser.add_argument("--config", dest="files", metavar="FILE", **many, help="a whole configuration as an arm")
-    parser.add_argument("--seeds", type=positive, default=1, metavar="N", help="runs of each arm: seed, seed + 1, ...")
-    parser.add_argument("--control", action="store_true", help="run the first arm twice: what differs then is noise")
-    parser.add_argument(
-        "--equal-time", metavar="TIME", help="train each arm for so long, such as 300s, by its own speed"
-    )
-    parser.add_argument("--ranks", type=positive, metavar="N", help="ranks on this node (default: launch.ranks)")
-    parser.add_argument("--no-compare", action="store_true", help="at the end, do not call `mpdist compare`")
+    _with_arms(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the runs in order; start nothing")
     arguments = parse(parser, argv)
+    load_seeded(arguments)
     seconds = None
     if arguments.equal_time is not None:
         from mpdist.units import parse_duration

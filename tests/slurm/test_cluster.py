@@ -1,4 +1,4 @@
-"""The test bed is what the other tests take it for: nodes that are hosts of their own, and that can be lost."""
+"""The test bed is what the other tests take it for: nodes that are hosts of their own, with jobs that can be seen."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ def test_each_node_is_a_host_of_its_own_whose_name_is_not_the_nodes(cluster: Clu
     assert words[0][2] != words[1][2]
 
 
-def test_a_job_and_its_processes_are_seen_and_ended(cluster: Cluster) -> None:
+def test_a_jobs_processes_are_seen_and_end_with_it(cluster: Cluster) -> None:
     job = cluster.sbatch("--nodes=2", "--wrap", "srun sleep 300", cwd=cluster.work)
     cluster.wait(job, "RUNNING")
-    while len(cluster.processes(job)) < 3:  # the script, srun (and its helper), two sleeps
+    while len(cluster.processes(job)) < 3:  # the script and two sleeps
         assert cluster.state(job) == "RUNNING"
-    cluster.settle()
-    assert (cluster.queue(), cluster.processes(), cluster.state(job)) == ([], [], "CANCELLED")
+    assert cluster.processes(job, cluster.nodes[1])
+    cluster.call("scancel", job)
+    assert cluster.wait(job) == "CANCELLED"
+    assert cluster.left_by(job) == []

@@ -485,6 +485,32 @@ def test_a_requeued_job_takes_over_from_its_former_node(tmp_path: Path, monkeypa
     RunDir(tmp_path).claim()
 
 
+def test_a_lost_node_that_lives_on_gives_way_to_the_jobs_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lock is still held, perhaps seen to be so through a network file system; what it writes no longer counts."""
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    former, later = RunDir(tmp_path), RunDir(tmp_path)
+    former.claim()
+    former.start_session()
+    former.status(state="running", step=3)
+    monkeypatch.delenv(lock.TOKEN)
+    with pytest.raises(UsageError, match="in use"):
+        RunDir(tmp_path).claim()
+    assert not former.taken_over
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    later.claim()
+    assert (former.taken_over, later.taken_over) == (True, False)
+    later.start_session()
+    later.status(state="running", step=4)
+    former.status(state="failed", step=9, exit=1)
+    former.release()
+    status = later.read_status() or {}
+    assert (status["state"], status["step"], status["session"]) == ("running", 4, 2)
+    assert lock.holder(tmp_path), "the later start's claim stands"
+    assert not later.taken_over
+
+
 def test_an_empty_lock_is_waited_for_and_then_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "_WRITING_S", 0.2)
     (tmp_path / lock.NAME).touch()

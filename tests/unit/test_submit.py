@@ -186,7 +186,7 @@ def test_what_cannot_be_asked_is_not_refused(tmp_path: Path, monkeypatch: pytest
 
 
 def test_the_sbatch_files_travel_with_the_package() -> None:
-    assert "slurm/train.sbatch" in shipped.names()
+    assert {"slurm/train.sbatch", "slurm/sweep.sbatch", "slurm/doctor.sbatch"} <= set(shipped.names())
     assert shipped.describe(shipped.root() / "slurm/train.sbatch") == "One run on the nodes of a Slurm job"
 
 
@@ -254,6 +254,35 @@ def test_no_other_end_is_queued_again_and_each_keeps_its_status(
 ) -> None:
     assert requeue.run(ended(tmp_path, state, code), 9) == status
     assert controller.requeued == []
+
+
+def test_the_jobs_log_ends_with_who_failed_where_when_and_why(
+    tmp_path: Path, controller: Controller, capsys: pytest.CaptureFixture[str]
+) -> None:
+    resolved = ended(tmp_path, "failed", 4, rank=3, reason="rank 3 was killed by SIGKILL")
+    session = tmp_path / "runs/run/sessions/0001"
+    write_atomic(session / "ranks/00003.json", dump({"host": "n7"}))
+    requeue.run(resolved, 143)
+    assert capsys.readouterr().err == (
+        "mpdist: the run failed at step 7: rank 3 was killed by SIGKILL\n"
+        f"  rank: 3 on n7, which has said more in {session}/logs/rank-00003.log\n"
+    )
+    requeue.run(ended(tmp_path, "diverged", 5, rank=None, reason="3 attempts"), 143)
+    assert capsys.readouterr().err == f"mpdist: the run has diverged at step 7: 3 attempts\n  logs: {session}/logs\n"
+
+
+def test_a_stopped_sweep_is_queued_again_within_its_budget(tmp_path: Path, controller: Controller) -> None:
+    """What its runs have done in all tells whether a start got anywhere; other ends are left as they are."""
+    folder = tmp_path / "runs/run"
+    resolved = ask(tmp_path, "slurm.requeues=2")
+    write_atomic(folder / "sweep.json", "{}")
+    for times, arm in enumerate(("a-seed0", "b-seed0", "c-seed0"), 1):
+        write_atomic(folder / arm / "status.json", dump({"step": 2, "attempt": 3, "reason": "stopped by SIGUSR1"}))
+        assert requeue.run_sweep(resolved, 75) == 75
+        assert controller.requeued == ["12"] * min(times, 2)
+    assert [(e["step"], e["attempt"]) for e in requeue.read(folder)] == [(2, 3), (4, 6)]
+    assert requeue.run_sweep(resolved, 4) == 4
+    assert len(controller.requeued) == 2
 
 
 def test_a_lost_launcher_is_no_success(tmp_path: Path, controller: Controller) -> None:

@@ -269,7 +269,7 @@ def test_c23_c25_ranks_and_micro_batches_without_label_tokens(tmp_path: Path) ->
         assert not any(a.touched for seen in run.ranks for a in seen.attempts if not a.applied)
 
 
-def test_c24_c31_c32_a_runs_rows_do_not_know_how_it_was_cut(tmp_path: Path) -> None:
+def test_c24_c31_c32_c103_c105_a_runs_rows_do_not_know_how_it_was_cut(tmp_path: Path) -> None:
     """Windows of 4, 2 and 1 micro-batches on 1 and 2 ranks: the schedule counts steps, loss and norm are the window's."""
     found = []
     for ranks, micros in ((1, (8, 2)), (2, (4, 1))):
@@ -286,4 +286,5 @@ def test_c24_c31_c32_a_runs_rows_do_not_know_how_it_was_cut(tmp_path: Path) -> N
             assert run.column(name) == pytest.approx(found[0].column(name), rel=1e-5)
         for name in ("train/label_tokens", "train/tokens", "attempt"):
             assert run.column(name) == found[0].column(name)
+        assert run.column("train/loss")[0] == pytest.approx(found[0].column("train/loss")[0], rel=1e-6)
         assert {a.state["step"] for a in run.attempts} == set(range(1, 11))

@@ -1,0 +1,85 @@
+"""A rank of a job fails, or a node is lost: who is named, what is left, and how the job ends or goes on."""
+
+from __future__ import annotations
+
+import pytest
+import submitted
+from cluster import Cluster
+from slurm_scenes import Seen
+
+pytestmark = pytest.mark.slow
+
+
+def assert_named(seen: Seen, cluster: Cluster, code: int, cause: str, at: int | None = None) -> None:
+    """The job has ended with the run's status, in time; its last lines say who, where, when and why; nothing is left."""
+    ((state, exit_code, step),) = seen.ends
+    assert (state, exit_code) == ("FAILED", f"{code}:0"), seen.output
+    assert step == at or at is None
+    reason, rank = seen.output.splitlines()[-2:]
+    assert reason.startswith(f"mpdist: the run failed at step {step}: {cause}"), seen.output
+    log = seen.run / "sessions/0001/logs/rank-00001.log"
+    assert rank == f"  rank: 1 on {cluster.nodes[1]}-host, which has said more in {log}"
+    assert log.exists()
+    assert "Root Cause" not in seen.output, "torchrun's summary is in a file of its own"
+    status = seen.status[-1]
+    assert (status["state"], status["rank"], status["exit"]) == ("failed", 1, code)
+    assert seen.left == []
+    assert (cluster.restarts(seen.job), seen.requeues) == (0, [])
+
+
+def test_c93_a_rank_that_raises_is_the_last_word_of_the_jobs_log(cluster: Cluster, raises: Seen) -> None:
+    assert_named(raises, cluster, 1, "RuntimeError: drill: raised at attempt 5 on rank 1", at=4)
+    assert raises.seconds < 60
+
+
+def test_c93_a_rank_that_is_killed_ends_the_job_on_all_nodes(cluster: Cluster, killed: Seen) -> None:
+    assert_named(killed, cluster, 4, "rank 1 was killed by SIGKILL")
+    assert killed.seconds < 60
+
+
+def test_c94_a_rank_that_leaves_with_success_fails_the_job(cluster: Cluster, leaves: Seen) -> None:
+    assert_named(leaves, cluster, 1, "rank 1 left at step 4 with status 0", at=4)
+    assert leaves.seconds < 60
+
+
+def test_c93_a_rank_that_stands_still_is_named_and_ended(cluster: Cluster, hangs: Seen) -> None:
+    assert_named(hangs, cluster, 4, "rank 1 stopped answering at attempt ")
+    assert hangs.seconds < 40 + 60, "launch.timeout, and what the others may take"
+
+
+def test_a_run_that_diverges_ends_with_its_own_status_and_stays_away(cluster: Cluster, diverges: Seen) -> None:
+    assert diverges.ends == [("FAILED", "5:0", 0)]
+    assert diverges.status[-1]["state"] == "diverged"
+    assert (cluster.restarts(diverges.job), diverges.left) == (0, [])
+    reason, *_, rank = diverges.output.rpartition("\nmpdist: ")[2].splitlines()
+    assert reason.startswith("the run has diverged at step 0: 3 attempts in a row were skipped")
+    assert rank.startswith(f"  rank: 0 on {cluster.nodes[0]}-host")
+
+
+def test_arguments_reach_the_worker_as_they_were_typed(diverges: Seen) -> None:
+    """Through submit, sbatch, srun, `mpdist launch` and torchrun: the run's own folder is one of them."""
+    from slurm_scenes import AWKWARD, AWKWARD_NAME
+
+    from mpdist.config import load
+
+    assert diverges.run.name == AWKWARD_NAME
+    assert load(diverges.run / "config.yaml").config.track.wandb.project == "".join(AWKWARD)
+
+
+def test_a_run_whose_node_dies_goes_on_by_itself_elsewhere_and_ends_the_same(lost: Seen, undisturbed: Seen) -> None:
+    assert_gone_on(lost, undisturbed)
+
+
+def test_a_run_whose_first_node_is_cut_off_does_and_the_ranks_there_end(cut: Seen, undisturbed: Seen) -> None:
+    assert_gone_on(cut, undisturbed)
+    assert cut.said == "", "the ranks on the node that was cut off have ended by themselves"
+
+
+def assert_gone_on(seen: Seen, undisturbed: Seen) -> None:
+    assert [end[0] for end in seen.ends] == ["RUNNING", "COMPLETED"], seen.output
+    assert seen.seconds < 120, "SlurmdTimeout, and what a busy controller takes"
+    assert seen.left == []
+    assert seen.requeues == [], "the loss of a node is no requeue of the run's budget"
+    assert [event["reason"] for event in seen.result.events("start")] == ["new", "resume"]
+    assert [event["step"] for event in seen.result.events("load")] == [10]
+    assert submitted.differences(seen.folder, undisturbed.folder) == []

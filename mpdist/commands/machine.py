@@ -79,9 +79,9 @@ def doctor(argv: Sequence[str]) -> int:
     if arguments.steps is not None and not arguments.debug:
         parser.error("--steps goes with --debug")
     memory = memory_of(arguments)
-    from mpdist.doctor import TRIAL_STEPS, command
-
     if arguments.replay is not None:
+        from mpdist.doctor import command
+
         folder, step = arguments.replay
         if arguments.config is not None or given:
             raise UsageError(f"mpdist doctor --replay with {arguments.config or given[0]}",
@@ -92,6 +92,8 @@ def doctor(argv: Sequence[str]) -> int:
             )
         return command.replay(folder, int(step), as_json=arguments.json, report=arguments.report)
     resolved = load_config(arguments) if arguments.config is not None else None
+    from mpdist.doctor import TRIAL_STEPS, command
+
     command.check_options(resolved, given)
     return command.run(
         resolved,

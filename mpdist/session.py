@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from mpdist import diagnose, fingerprint, ledger, preflight, restore, resume, shelf, slurm, space, watch
 from mpdist.assemble import assemble, policy_of, save_hf, switches, worlds_plan
+from mpdist.cause import Attempt
 from mpdist.clock import Clock, Rate
 from mpdist.config import leaves
 from mpdist.devices import mfu
@@ -295,12 +296,12 @@ class Session:
             return
         self.seat.doing("replay")
         lowest = window.floor if window.dynamic else 1.0
-        found = diagnose.explain(
-            self.parts.engine, self.parts.wire,
-            diagnose.Attempt(batch, decision, out.own_loss, lowest if lowest < decision.scale else None,
-                             self.cfg.reduce.when == "every", self.cfg.track.replay != "off"),
-            again, self.drill.again,
+        attempt = Attempt(
+            batch, decision, out.own_loss, lowest if lowest < decision.scale else None,
+            every=self.cfg.reduce.when == "every", replay=self.cfg.track.replay != "off",
+            exact=self.cfg.deterministic and self.cfg.model.compile == "none",
         )  # fmt: skip
+        found = diagnose.explain(self.parts.engine, self.parts.wire, attempt, again, self.drill.again)
         if self.first:
             self.run.event("finding", window.step, window.attempt, found.rank, found.sentence, **found.facts)
             self.say("\n  ".join(found.lines))

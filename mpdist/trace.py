@@ -14,7 +14,7 @@ Everything is kept on this rank as plain values (`Sight`); mpdist.diagnose makes
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +77,8 @@ def magnitude(tensor: Tensor) -> float:
     """The largest magnitude, not finite if any element is not; no copy of the tensor is made."""
     if not tensor.numel():
         return 0.0
-    low, high = torch.aminmax(tensor.detach())
+    tensor = tensor.detach()
+    low, high = torch.aminmax(tensor.float() if tensor.element_size() == 1 else tensor)
     return max(abs(low.item()), abs(high.item()))
 
 
@@ -115,11 +116,13 @@ class Trace:
     """Watches the micro-batches of one window on this rank, between `start` and `stop`. `sights` is what it saw.
 
     deep: look at modules and nodes too; else only count what is bad (`losses`, and the reduced gradients by the caller).
+    broken: the error that has ended the watch, "" for none. A look must not end the run.
     """
 
     def __init__(self, engine: Engine, micros: list[Micro], deep: bool = True) -> None:
         self.sights: list[Sight] = []
         self.losses: list[float] = []  # of each micro-batch, this rank's sum
+        self.broken = ""
         self._engine, self._micros, self._deep = engine, micros, deep
         self._handles: list[Any] = []
         self._on_nodes: list[Any] = []
@@ -164,6 +167,17 @@ class Trace:
         self.sights += self._seen.values()
         self._seen = {}
 
+    def _guarded(self, look: Callable[..., None]) -> Callable[..., None]:
+        def safe(*args: Any) -> None:
+            if self.broken:
+                return
+            try:
+                look(*args)
+            except Exception as error:
+                self.broken = f"{type(error).__name__}: {error}".splitlines()[0]
+
+        return safe
+
     # -- forward ----------------------------------------------------------------------------------------------
 
     def _entering(self, name: str) -> Any:
@@ -188,7 +202,7 @@ class Trace:
             self._parameters(name, module, into)
             self._open.append((name, torch._C._autograd._get_sequence_nr(), into))
 
-        return look
+        return self._guarded(look)
 
     def _parameters(self, name: str, module: nn.Module, into: float) -> None:
         for key, param in module._parameters.items():
@@ -215,13 +229,15 @@ class Trace:
             if good:
                 self._last_good = name
 
-        return look
+        return self._guarded(look)
 
     def forwarded(self, objective: Tensor, loss: Tensor) -> None:
         """After a forward, before its backward. loss: this micro-batch's sum on this rank."""
         self.losses.append(loss.item())
-        if not self._deep:
-            return
+        if self._deep:
+            self._guarded(self._forwarded)(objective, loss)
+
+    def _forwarded(self, objective: Tensor, loss: Tensor) -> None:
         seen = self._seen.get("forward")
         if seen is not None and math.isfinite(self.losses[-1]) and (seen.value == "-inf" or seen.elements == 1):
             del self._seen["forward"]  # a mask that a module made, or the loss times a scale that is too large for it
@@ -260,7 +276,7 @@ class Trace:
                 what = f"the sum of gradients of {name}"
                 self._see("backward", name.rpartition(".")[0], what, incoming[0], bad, out_of=bad.largest, own=True)
 
-        return look
+        return self._guarded(look)
 
     def _running(self, number: int) -> Any:
         def look(outgoing: tuple[Tensor | None, ...], incoming: tuple[Tensor | None, ...]) -> None:
@@ -289,7 +305,7 @@ class Trace:
                 return
             self._passed.append(number)
 
-        return look
+        return self._guarded(look)
 
     def _module(self, node: Any) -> str:
         """The innermost module that was running when the node was made."""
@@ -314,6 +330,10 @@ class Trace:
     # -- reduction --------------------------------------------------------------------------------------------
 
     def wired(self, stage: str, tensor: Tensor) -> None:
+        """Told by the wire, see mpdist.reduce."""
+        self._guarded(self._wired)(stage, tensor)
+
+    def _wired(self, stage: str, tensor: Tensor) -> None:
         if "reduction" not in self._seen and not math.isfinite(magnitude(tensor)):
             bad = look_at(tensor)
             self._see(stage, "", "a gradient", tensor, bad, out_of=bad.largest, own=True)

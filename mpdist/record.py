@@ -45,6 +45,7 @@ METRICS: dict[str, str] = {
     "speed/step_s": "train seconds per step since the last row",
     "speed/tokens_per_s": "real tokens per train second since the last row, all ranks",
     "speed/mfu": "share of the peak that the session's env.json names",
+    "speed/device_busy": "how busy rank 0's device was: a GPU as its driver samples it, a CPU's threads since the last row",
     "mem/peak_allocated_bytes": "peak bytes in tensors on this device (host: peak resident)",
     "mem/peak_reserved_bytes": "peak bytes held by the allocator on this device (host: peak resident)",
     "wire/grad_bytes": "payload this rank handed to gradient collectives in this step",

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from mpdist import diagnose, fingerprint, ledger, preflight, restore, resume, shelf, slurm, space, watch
 from mpdist.assemble import assemble, policy_of, save_hf, switches, worlds_plan
 from mpdist.cause import Attempt
+from mpdist.busy import Busy, settle
 from mpdist.clock import Clock, Rate
 from mpdist.config import leaves
 from mpdist.devices import mfu
@@ -140,7 +141,7 @@ class Session:
         self.tracker = Tracker(wandb.mode, wandb.project, cfg.name, self.run.path, group=wandb.group,
                                config=self.resolved.values(), rank=self.rank, warn=self.warn)  # fmt: skip
         self.progress = self.progress_shown() if self.first else None
-        self.rate = Rate(self.clock)
+        self.rate, self.busy = Rate(self.clock), Busy(self.device)
         self.versions = environment()["versions"]
         on_first(lambda: shelf.clear(self.run.checkpoints))  # a kill may have left a save half-done
         self.saver = Saver(
@@ -247,8 +248,8 @@ class Session:
             self.progress.tick(window.step)
         if not (logged or self.rate.wants(self.passed)):
             return
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        with self.clock("train"):  # the rest of the step that the host has run ahead of
+            settle(self.device)
         speed = self.rate.mark(self.passed, self.passed_tokens)
         if not logged or not self.first:
             return
@@ -262,6 +263,8 @@ class Session:
             "mem/peak_allocated_bytes": allocated, "mem/peak_reserved_bytes": reserved, **self.clock.metrics(),
             **self.figures,
         }  # fmt: skip
+        if (busy := self.busy.read()) is not None:
+            row["speed/device_busy"] = busy
         if out.auxiliary:
             row["train/aux_loss"] = out.auxiliary
         if speed is not None and speed.tokens_per_s is not None:

@@ -46,6 +46,7 @@ def figures(runs: Sequence[Run], warm_step: int | None) -> Figures:
         step_s=_spread(steps),
         mfu=rows("speed/mfu", mean),
         peak_flops=next((env["peak_flops"] for run in runs for env in run.envs if env.get("peak_flops")), None),
+        device_busy=rows("speed/device_busy", mean),
         peak_allocated_bytes=None if allocated is None else int(allocated),
         peak_reserved_bytes=None if reserved is None else int(reserved),
         wire_bytes=rows("wire/grad_bytes", lambda values: values[-1]),

@@ -130,6 +130,7 @@ _ROWS: tuple[tuple[str, Callable[[Arm], str]], ...] = (
     ("step, median (10 % to 90 %)", lambda a: _step(a.figures)),
     ("MFU", lambda a: _maybe(lambda v: f"{v:.1%}", a.figures.mfu)),
     ("  of a peak of", lambda a: _maybe(lambda v: f"{v / 1e12:,.0f} TFLOP/s", a.figures.peak_flops)),
+    ("device busy", lambda a: "not read" if a.figures.device_busy is None else f"{a.figures.device_busy:.0%}"),
     ("peak allocated", lambda a: _maybe(format_bytes, a.figures.peak_allocated_bytes)),
     ("peak reserved", lambda a: _maybe(format_bytes, a.figures.peak_reserved_bytes)),
     ("gradient bytes a step", lambda a: _maybe(format_bytes, a.figures.wire_bytes)),

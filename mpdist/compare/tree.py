@@ -150,8 +150,8 @@ class Figures:
     """Of one arm, over its runs: means unless a field says otherwise. None where nobody measured it.
 
     train_s, total_s: of the whole run. tokens_per_s: real tokens over train seconds, warm-up left out. mfu: mean of its
-    rows, peak_flops what it divides by. *_bytes: the largest. skipped: reason -> attempts. seed_spread: standard
-    deviation over seeds of the last evaluation loss. time: label -> seconds, the runs' time tables.
+    rows, peak_flops what it divides by; device_busy: mean share of its rows. *_bytes: the largest. skipped: reason ->
+    attempts. seed_spread: standard deviation over seeds of the last evaluation loss. time: label -> seconds, the runs' tables.
     """
 
     steps: float
@@ -168,6 +168,7 @@ class Figures:
     step_s: Spread | None
     mfu: float | None
     peak_flops: float | None
+    device_busy: float | None
     peak_allocated_bytes: int | None
     peak_reserved_bytes: int | None
     wire_bytes: float | None

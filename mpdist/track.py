@@ -38,7 +38,8 @@ class Tracker:
 
     mode: online, offline or disabled; WANDB_MODE in the environment counts where it is stricter.
     run_id: default: the one this run directory had before, or a new one. It is kept in RUN_DIR/wandb/id.
-    config: shown beside the run; what looks like a secret is masked. group: of runs that belong together.
+    config: shown beside the run; what looks like a secret is masked. group: of runs that belong together. job: its kind,
+    where it is none that trains.
     warn: told of trouble, in this thread, at the next `log` or `finish`; once a kind of trouble.
     """
 
@@ -52,6 +53,7 @@ class Tracker:
         config: Mapping[str, Any] | None = None,
         *,
         group: str | None = None,
+        job: str | None = None,
         rank: int = 0,
         warn: Callable[[str], None] = _to_stderr,
         start_s: float = START_S,
@@ -72,7 +74,7 @@ class Tracker:
         self.id = run_id or _kept_id(folder)
         asked = {
             "mode": self.mode, "project": project, "name": name, "id": self.id, "dir": str(folder.parent),
-            "group": group, "config": masked(dict(config or {})), "start_s": start_s, "finish_s": max(1.0, finish_s / 2),
+            "group": group, "job": job, "config": masked(dict(config or {})), "start_s": start_s, "finish_s": max(1.0, finish_s / 2),
         }  # fmt: skip
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -94,6 +96,20 @@ class Tracker:
         else:
             self._put({key: number(value) for key, value in row.items()})
         self._exchange(0.0)
+
+    def show(
+        self,
+        tables: Mapping[str, Mapping[str, Any]],
+        plots: Mapping[str, Mapping[str, Any]],
+        page: str | None,
+        summary: Mapping[str, Any],
+    ) -> None:
+        """Hand over what is no row. tables: `head` and `rows` of text. plots: curves, `xs`, `ys` and `keys` (their names), with
+        a `title` and the name of `x`. page: HTML. summary: figures of the whole run."""
+        if self._process is not None:
+            told = {"tables": dict(tables), "plots": dict(plots), "page": page, "summary": dict(summary)}
+            self._put({"show": told})
+            self._exchange(0.0)
 
     def finish(self, exit: int = 0) -> None:
         """Close the run with an exit status, waiting at most `finish_s` seconds for W&B. May be called again."""

@@ -61,7 +61,7 @@ def main() -> None:
             if "finish" in message:
                 ended = message["finish"]
                 break
-            run.log(_with_axes(message))
+            run.log(_shown(message["show"], run) if "show" in message else _with_axes(message))
         else:
             _end_soon()
     except BaseException as error:
@@ -128,6 +128,7 @@ def _start(asked: dict[str, Any], reply: Any) -> Any:
 def _init(wandb: Any, asked: dict[str, Any], mode: str) -> Any:
     run = wandb.init(
         mode=mode, dir=asked["dir"], project=asked["project"], name=asked["name"], group=asked["group"], id=asked["id"],
+        job_type=asked.get("job"),
         resume="allow", config=asked["config"], settings=_settings(asked),
     )  # fmt: skip
     # wandb's own step counts calls, and shifts when an offline session is synced: every axis is a metric of ours.
@@ -185,6 +186,22 @@ def _with_axes(row: dict[str, Any]) -> dict[str, Any]:
     """The row, with the losses once more under the groups that are drawn over tokens and over seconds."""
     copies = {f"{group}/{name}": row[name] for group in AXES for name in _LOSSES if name in row}
     return {key: value for key, value in row.items() if key != "kind"} | copies
+
+
+def _shown(asked: dict[str, Any], run: Any) -> dict[str, Any]:
+    """What `Tracker.show` handed over, in wandb's own classes; the summary goes into the run's."""
+    import wandb
+
+    run.summary.update(asked["summary"])
+    found: dict[str, Any] = {}
+    for name, table in asked["tables"].items():
+        found[f"tables/{name}"] = wandb.Table(columns=table["head"], data=table["rows"])
+    for name, plot in asked["plots"].items():
+        lines = {"xs": plot["xs"], "ys": plot["ys"], "keys": plot["keys"]}
+        found[f"plots/{name}"] = wandb.plot.line_series(**lines, title=plot["title"], xname=plot["x"])
+    if asked["page"] is not None:
+        found["page"] = wandb.Html(asked["page"], inject=False)
+    return found
 
 
 def _folder(run: Any) -> str:

@@ -127,6 +127,11 @@ def compare(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--html", metavar="FILE", help="draw the comparison, with its curves and tables, into a file")
+    parser.add_argument(
+        "--wandb",
+        choices=("online", "offline"),
+        help="make it a W&B run of its own, beside the runs and in their group",
+    )
     arguments = parse(parser, argv)
     from mpdist.compare import command
 
@@ -140,4 +145,5 @@ def compare(argv: Sequence[str]) -> int:
         gates=arguments.gate,
         as_json=arguments.json,
         html=arguments.html,
+        wandb=arguments.wandb,
     )

@@ -23,10 +23,11 @@ def run(
     gates: Sequence[str] = (),
     as_json: bool = False,
     html: str | None = None,
+    wandb: str | None = None,
 ) -> int:
     """Prints the comparison. Raises UsageError where it is refused, GateFailed where a gate does not hold; see `compare`.
 
-    html: a file to draw it into, also where it is refused.
+    html: a file to draw it into, also where it is refused. wandb: online or offline, for a W&B run of its own.
     """
     found = compare(
         paths,
@@ -46,6 +47,10 @@ def run(
         print(dump(report(found), indent=2))
     if found.refused:
         raise fairness.refusal(found.refused, found.treatment)
+    if wandb is not None:
+        from mpdist.compare import tracked
+
+        tracked.show(found, wandb)
     if not as_json:
         from mpdist.compare.text import text
 

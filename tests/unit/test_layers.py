@@ -61,6 +61,8 @@ LAYERS = {
     "machine": 2,
     "clock": 2,
     "compare": 2,
+    "compare.command": 4,
+    "compare.tracked": 4,
     "lines": 2,
     "lock": 2,
     "record": 2,

@@ -15,10 +15,9 @@ from mpdist.arch import Arch, Unknown, model_flops_per_token
 from mpdist.config import Config, check_world
 from mpdist.errors import ConfigError, DoesNotFit, MpdistError, UsageError
 from mpdist.plan_advice import Candidate, MoreRanks, Suggestion, advise, candidates
-from mpdist.plan_memory import MARGIN, OVERHEAD, Asked, Row, ledger_of, loss_chunk_rows
+from mpdist.plan_memory import MARGIN, OVERHEAD, Asked, Row, ledger_of, loss_chunk_rows, states_of
 from mpdist.plan_search import Search, divisors
 from mpdist.plan_simulated import Simulated
-from mpdist.plan_states import states_of
 from mpdist.plan_traffic import Traffic, traffic
 from mpdist.space import Saves, planned
 from mpdist.units import format_bytes
@@ -64,21 +63,21 @@ class Plan:
     horizon_reason: str
     tokens: int | None  # the budget's, where it counts them
     model: str
-    parameters: int | None
-    trainable: int | None
-    rows: tuple[Row, ...]
-    states_bytes: int | None
-    peak_bytes: int | None
-    peak_moment: str
-    host_bytes: int
     memory_bytes: int | None
-    fits: bool | None
-    suggestions: tuple[Suggestion, ...]
-    more_ranks: MoreRanks | None
-    traffic: tuple[Traffic, ...]
-    flops_per_token: float | None
-    loss_chunk_rows: int | None
     saves: Saves | None
+    parameters: int | None = None
+    trainable: int | None = None
+    rows: tuple[Row, ...] = ()
+    states_bytes: int | None = None
+    peak_bytes: int | None = None
+    peak_moment: str = ""
+    host_bytes: int = 0
+    fits: bool | None = None
+    suggestions: tuple[Suggestion, ...] = ()
+    more_ranks: MoreRanks | None = None
+    traffic: tuple[Traffic, ...] = ()
+    flops_per_token: float | None = None
+    loss_chunk_rows: int | None = None
     world_from: str = ""  # where the number of ranks is from, as it is told
     # Bytes by row at each moment of a step, in its order; rows on the host included.
     moments: tuple[tuple[str, dict[str, int]], ...] = ()
@@ -250,20 +249,7 @@ def make(
         horizon_reason=why,
         tokens=cfg.budget.tokens,
         model=f"{known.model_type}, from {known.source}" if known else f"unknown until the model is built: {reason}",
-        parameters=None,
-        trainable=None,
-        rows=(),
-        states_bytes=None,
-        peak_bytes=None,
-        peak_moment="",
-        host_bytes=0,
         memory_bytes=memory,
-        fits=None,
-        suggestions=(),
-        more_ranks=None,
-        traffic=(),
-        flops_per_token=None,
-        loss_chunk_rows=None,
         saves=None if known is None else planned(cfg, asked, known),
     )
     return base if known is None else _with_model(base, cfg, known, memory, alternatives)

@@ -18,9 +18,8 @@ from mpdist.arch import Arch, model_flops_per_token
 from mpdist.config import check_world
 from mpdist.config.rules import SUPPORT, check
 from mpdist.formats import bytes_of
-from mpdist.plan_memory import Asked, Ledger, ledger_of
-from mpdist.plan_recompute import recomputed_blocks
-from mpdist.plan_states import states_of
+from mpdist.plan_activations import recomputed_blocks
+from mpdist.plan_memory import Asked, Ledger, ledger_of, states_of
 from mpdist.plan_traffic import traffic
 from mpdist.plan_zero import number
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mpdist.plan_memory import BEYOND, MARGIN
+from mpdist.plan_memory import BEYOND, MARGIN, states_of
 from mpdist.plan_moments import FORWARD
-from mpdist.plan_states import states_of
 from mpdist.units import format_bytes
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from mpdist.arch import Arch, model_flops_per_token
 from mpdist.devices import Device
+from mpdist.plan_activations import recomputed_flops
 from mpdist.plan_memory import Asked, rows
-from mpdist.plan_recompute import recomputed_flops
 from mpdist.plan_traffic import Traffic, host_bytes
 
 # Model FLOPs utilisation of whole training steps: torchtitan (8B on H100 33 to 39 %, on A100 57 to 58), llm-foundry (0.8B
@@ -183,7 +183,7 @@ def flops_per_token(asked: Asked, arch: Arch) -> tuple[float, float, float]:
 
     Hardware FLOPs: 2 a multiplied parameter forward, 2 for its input's gradient and 2 for its own, if it trains;
     attention as its causal half, 2 x width x seq_len a block forward and twice that backward; and recomputation (see
-    plan_recompute). Below the first part that trains there is no backward; that part itself counts with its own
+    plan_activations). Below the first part that trains there is no backward; that part itself counts with its own
     gradients alone, so a model with frozen parts is counted low rather than high.
     """
     model = model_flops_per_token(arch, asked.seq_len)

@@ -63,6 +63,10 @@ class Traffic:
 Once = tuple[int, int, int, int]  # payload within and between nodes, sent within and between
 
 
+def _often(times: int) -> str:
+    return f"{times} x a step" if times > 1 else "once a step"
+
+
 def _padded(elements: int, parts: int) -> int:
     return -(-elements // parts) * parts
 
@@ -129,7 +133,7 @@ def traffic(asked: Asked, arch: Arch) -> list[Traffic]:
     """All collectives of gradients and parameters in a step of ``asked.accumulation`` micro-batches."""
     g, width = groups(asked, arch), bytes_of(asked.wire)
     times = asked.accumulation if asked.when == "every" else 1
-    often = f"{times} x a step" if times > 1 else "once a step"
+    often = _often(times)
     size = asked.shard_size
     out = []
     if asked.engine == "ddp":
@@ -216,7 +220,7 @@ def _gather_row(asked: Asked, shard: Levels, total: int, times: int, how: str, e
     between = sent // shard.inner if shard.outer > 1 else 0
     payload = total // shard.size
     once = (payload, 0, sent, 0) if shard.outer == 1 else (0, payload, sent - between, between)
-    text = f"(n-1)/n x {total} B: {how}, " + (f"{times} x a step" if times > 1 else "once a step")
+    text = f"(n-1)/n x {total} B: {how}, {_often(times)}"
     named = _Collective("parameters", "all-gather", asked.compute, "gather", elements, bytes_of(asked.compute), text,
                         "NCCL's or gloo's all-gather, a ring over all ranks")  # fmt: skip
     return named.row(shard, times, once)
@@ -237,7 +241,7 @@ def _zero(asked: Asked, arch: Arch, shard: Levels) -> list[Traffic]:
         within = total * width if shard.inner > 1 else 0
         between = column * width if shard.outer > 1 else 0
         once = (within, between, within * (shard.inner - 1) // shard.inner, between * (shard.outer - 1) // shard.outer)
-    text = f"(n-1)/n x {total} x {width} B, " + (f"{times} x a step" if times > 1 else "once a step")
+    text = f"(n-1)/n x {total} x {width} B, {_often(times)}"
     kind = "reduce-scatter" if stage == 3 else "all-to-all"
     gathered, how = plan_zero.fetched(asked, arch)
     often = asked.accumulation if stage == 3 else 1

@@ -12,8 +12,7 @@ import pytest
 from mpdist import arch, plan
 from mpdist.config import ConfigError, Resolved, load
 from mpdist.errors import DoesNotFit
-from mpdist.plan_memory import MARGIN, Asked, held, ledger_of, loss_chunk_rows, rows
-from mpdist.plan_states import states_of
+from mpdist.plan_memory import MARGIN, Asked, held, ledger_of, loss_chunk_rows, rows, states_of
 
 GIB = 2**30
 LLAMA = "meta-llama/Llama-3.1-8B"

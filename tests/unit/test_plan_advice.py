@@ -15,9 +15,9 @@ from mpdist import arch, plan
 from mpdist.config import Resolved, load
 from mpdist.config.rules import SUPPORT
 from mpdist.errors import DoesNotFit
+from mpdist.plan_activations import recomputed_flops
 from mpdist.plan_advice import Candidate, _suggestion, advise, candidates, smallest
 from mpdist.plan_memory import MARGIN, Asked, rows
-from mpdist.plan_recompute import recomputed_flops
 from mpdist.plan_search import KEYS, Search, divisors, with_values
 
 GIB = 2**30

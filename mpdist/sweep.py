@@ -27,7 +27,7 @@ from mpdist.errors import Diverged, MpdistError, Preempted, UsageError
 from mpdist.lines import read_json
 from mpdist.lock import NAME as LOCK
 from mpdist.lock import Lock
-from mpdist.record import read_metrics
+from mpdist.record import RunDir, read_metrics
 from mpdist.supervise import Heard, helper, listening, say
 from mpdist.sweep_arms import Arms, Problems, Wanted
 from mpdist.sweep_file import EqualTime, Sweep, run_name
@@ -334,6 +334,8 @@ class Running:
         except MpdistError:
             say(f"the sweep stops at {run_name(arm, seed)}")
             raise
+        if watch.error is not None:  # its launcher knows of a signal alone
+            RunDir(path).status(reason=f"stopped by mpdist sweep: {watch.error.what}")
         if error := watch.error or self._odd(arm, seed):
             raise error
         return status

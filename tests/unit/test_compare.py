@@ -16,6 +16,7 @@ from mpdist import cli, sweep_file
 from mpdist.compare import arms, match, read
 from mpdist.compare.analyse import analyse, compare
 from mpdist.compare.pairs import ALL, UNDISTURBED
+from mpdist.compare.text import bases
 from mpdist.compare.tree import Comparison
 from mpdist.errors import UsageError
 
@@ -304,8 +305,8 @@ def test_at_the_same_second_the_faster_arm_is_further() -> None:
     assert pair.speed.value == pytest.approx(2.0)
 
 
-def test_total_seconds_hold_what_train_seconds_leave_out() -> None:
-    """Case C110: an arm that evaluates slower is no slower, and stands where it was at the same train second."""
+def test_c110_total_seconds_hold_what_train_seconds_leave_out() -> None:
+    """An arm that evaluates slower is no slower, and stands where it was at the same train second."""
     slow, plain = Made("bf16-seed0", settings=BF16, eval_s=2.0), Made("fp32-seed0", eval_s=0.1)
     pair = found(plain, slow).pairs[0]
     assert pair.speed is not None
@@ -332,8 +333,8 @@ def test_a_constant_schedule_has_no_phases() -> None:
     assert not any(note.kind == "phase" for note in both.notes)
 
 
-def test_the_warm_up_is_left_out_of_all_arms_alike() -> None:
-    """Case C109: two slow first windows."""
+def test_c109_the_warm_up_is_left_out_of_all_arms_alike() -> None:
+    """Two slow first windows; how many were left out is told."""
     step_s = np.full(150, 0.05)
     slow = step_s.copy()
     slow[:2] += 1.0
@@ -345,6 +346,7 @@ def test_the_warm_up_is_left_out_of_all_arms_alike() -> None:
     assert with_it.pairs[0].speed_all is not None
     assert with_it.pairs[0].speed_all.value == pytest.approx(7.5 / 9.5)
     assert without.arm("bf16").figures.tokens_per_s == pytest.approx(TOKENS / 0.05)
+    assert any("behind step 2 (warm-up of 2 windows, in all arms alike)" in line for line in bases(without))
 
 
 def test_where_rows_are_far_between_the_warm_up_ends_at_the_first_that_all_have() -> None:

@@ -145,15 +145,15 @@ def test_windows_given_up_after_an_overflow_make_other_samples() -> None:
     assert found(made).refused == ()
 
 
-def test_masters_that_are_not_what_was_asked_for_are_refused() -> None:
-    """Case C112: both asked for FP32 masters, the ledger measured others."""
+def test_c112_masters_that_are_not_what_was_asked_for_are_refused() -> None:
+    """Both asked for FP32 masters, the ledger measured others."""
     refused = found(two(masters="bfloat16")).refused
     assert [one.key for one in refused] == ["masters", "moments"]
     assert str(refused[0]) == "masters: float32 in fp32, bfloat16 in bf16"
 
 
-def test_pure_16_bit_is_flagged_and_is_refused_where_the_treatment_is_another() -> None:
-    """Case C112: BF16 with FP32 masters beside pure BF16."""
+def test_c112_pure_16_bit_is_flagged_and_is_refused_where_the_treatment_is_another() -> None:
+    """BF16 with FP32 masters beside pure BF16."""
     pure = Made("pure-seed0", steps=40, settings=(*BF16, "precision.master=compute"), masters="bfloat16")
     mixed = Made("mixed-seed0", steps=40, settings=BF16)
     declared = found([mixed, pure])

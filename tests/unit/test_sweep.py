@@ -17,6 +17,7 @@ import pytest
 from mpdist import cli, lock, sweep, sweep_arms, sweep_file, sweep_first, sweep_speed
 from mpdist.config import Resolved, load
 from mpdist.errors import DoesNotFit, MachineError, UsageError
+from mpdist.lines import read_json
 from mpdist.record import RunDir
 from mpdist.sweep import Asked
 
@@ -578,6 +579,8 @@ def test_an_arm_that_begins_elsewhere_stops_the_sweep_while_it_trains(
     assert "bf16-seed5 is another experiment" in said.out
     assert fake.started == ["fp32-seed5", "bf16-seed5"]
     assert sweep.state(HOME / "bf16-seed5") == "preempted", "it stopped as for a signal, with everything saved"
+    told = (read_json(HOME / "bf16-seed5" / "status.json") or {})["reason"]
+    assert told == "stopped by mpdist sweep: " + said.err.partition("\n")[0]
 
 
 def test_a_short_run_that_begins_elsewhere_is_found_at_its_end(fake: Fake) -> None:

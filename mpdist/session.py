@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from mpdist import diagnose, fingerprint, ledger, preflight, restore, resume, shelf, slurm, space, watch
 from mpdist.assemble import assemble, policy_of, save_hf, switches, worlds_plan
-from mpdist.cause import Attempt
 from mpdist.busy import Busy, settle
+from mpdist.cause import Attempt
 from mpdist.clock import Clock, Rate
 from mpdist.config import leaves
 from mpdist.devices import mfu
@@ -28,9 +28,10 @@ from mpdist.env import environment
 from mpdist.errors import CheckpointError, Diverged, Preempted
 from mpdist.feed import Batch
 from mpdist.precision import Decision, Reason
-from mpdist.record import moved, open_run, standing
+from mpdist.record import moved, open_run, read_metrics, standing
 from mpdist.saver import Saver
-from mpdist.telemetry import Telemetry
+from mpdist.scale import best_static, events, health_of
+from mpdist.telemetry import Telemetry, by_name
 from mpdist.track import Progress, Tracker
 from mpdist.worker import STOP
 
@@ -128,6 +129,7 @@ class Session:
         )  # fmt: skip
         self.parts.facts["layers"] = self.telemetry.layers
         self.figures: dict[str, Any] = {}
+        self.health = health_of(self.parts.facts["scale"], self.run.path) if self.first else None
         self.reach: diagnose.Reach | None = diagnose.Reach(self.parts.engine)
         self.ration = diagnose.Ration(always=cfg.track.replay == "always")
         with self.clock("load"):
@@ -239,8 +241,23 @@ class Session:
 
     # -- what follows an attempt --------------------------------------------------------------------------------
 
+    def watch_scale(self, decision: Decision) -> None:
+        """After each attempt whose gradients were judged: faults of the scale, each told once in a run."""
+        window = self.parts.window
+        if self.health is None or decision.reason not in (None, Reason.GRADIENTS):
+            return
+        self.health.headroom = self.figures.get("precision/headroom_overflow", self.health.headroom)
+        overflow = decision.reason is Reason.GRADIENTS
+        for found in self.health.attempt(
+            window.attempt, window.step, window.skipped, decision.scale, decision.scale_after, overflow
+        ):
+            text = f"{found.check}: {found.value}; {found.why}. {found.do}"
+            self.run.event("warning", window.step, window.attempt, reason=text, check=found.check)
+            self.say(f"warning: {text}")
+
     def log(self, out: Outcome, last: bool) -> None:
         window, count, decision = self.parts.window, self.count, out.decision
+        self.watch_scale(decision)
         if self.first and decision.scale_after != decision.scale:
             self.run.event("scale", window.step, window.attempt, scale=decision.scale_after, before=decision.scale)
         logged = last or window.step % self.cfg.track.every == 0
@@ -278,7 +295,7 @@ class Session:
 
     def write(self, row: dict[str, Any]) -> None:
         self.run.metrics(row)
-        self.tracker.log(row)
+        self.tracker.log(by_name(row, self.telemetry.layers))
         if self.progress is not None:
             self.progress.row(row)
 
@@ -287,6 +304,7 @@ class Session:
         window, decision = self.parts.window, out.decision
         assert decision.reason is not None
         scaled = self.parts.facts["scale"]["mode"] != "off"
+        self.watch_scale(decision)
         if self.first:
             self.run.event("skip", window.step, window.attempt, reason=str(decision.reason), loss=out.loss,
                            scale=decision.scale, scale_after=decision.scale_after, window=batch.number)  # fmt: skip
@@ -469,11 +487,15 @@ class Session:
         if self.first:
             if state == "preempted":
                 self.run.event("stop", window.step, window.attempt, reason=reason)
-            self.run.event("end", window.step, window.attempt, reason=reason, state=state, exit=status)
+            best = best_static(read_metrics(self.run.path), events(self.run.path)) if self.health is not None else None
+            more: dict[str, Any] = {} if best is None else {"static_scale": best.scale}
+            self.run.event("end", window.step, window.attempt, reason=reason, state=state, exit=status, **more)
             self.run.status(state=state, step=window.step, attempt=window.attempt, exit=status, reason=reason,
                             time=self.clock.table())  # fmt: skip
             if self.progress is not None:
                 self.progress.close()
+            if best is not None:
+                print(f"the best static scale, by what was measured: {best}", flush=True)
             print(f"{state} at step {window.step} ({window.attempt} attempts): {self.run.path}", flush=True)
         dist.barrier()
         stop()

@@ -25,6 +25,7 @@ from mpdist.record import read_metrics
 pytestmark = pytest.mark.world
 STEPS, EVERY, SLEEP = 10, 5, 0.25
 PURE = ("precision.compute=bf16", "precision.master=compute", "optim.lr=1e-5")
+SKIPS = "drill={overflow_at: {attempts: [2, 3, 6]}}"
 GROWS = ("reduce.wire=fp16", "precision.scale.interval=1")  # until the wire overflows, again and again
 
 # -- what is planted: each changes modules of a rank, and says how to undo it ------------------------------------------
@@ -161,6 +162,8 @@ RUNS: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], Callable[[], N
     "padding": ((), padding_counted),
     "clock": ((), evaluation_in_train),
     "wire": (GROWS, nothing),
+    "seven": (("budget.steps=7",), nothing),
+    "skips": (("budget.steps=7", "precision.compute=fp16", "precision.scale.init=256", SKIPS), nothing),
 }
 
 
@@ -242,6 +245,21 @@ def test_c108_a_device_is_waited_for_inside_the_train_clock_once_a_boundary(
     busy = [row["speed/device_busy"] for row in rows]
     assert all(0 < share < 1.2 for share in busy)
     assert busy[1] * (rows[1]["time/total_s"] - rows[0]["time/total_s"]) < train - SLEEP + 1.0, "a sleep is no work"
+
+
+def test_seven_steps_of_ten_attempts_are_matched_by_steps_and_tokens(story: tuple[Path, dict[str, Any]]) -> None:
+    """Three overflows, rehearsed, in FP16: the same windows again at a lower scale, and nothing left out."""
+    found = beside(story[0], "skips", "seven")
+    assert found.refused == ()
+    arm, other = found.arm("skips"), found.arm("seven")
+    assert (arm.figures.steps, arm.figures.attempts, other.figures.attempts) == (7, 10, 7)
+    assert arm.figures.skipped == {"non-finite gradients": 3}
+    assert arm.figures.final_scale == 32
+    at = found.pairs[0].judged
+    assert at is not None
+    assert (at.step, at.attempts) == (7, (10, 7))
+    assert at.label_tokens[0] == at.label_tokens[1] == other.figures.label_tokens
+    assert [note.kind for note in found.notes if note.kind == "drill"] == ["drill"]
 
 
 def test_each_run_says_how_busy_its_device_was(story: tuple[Path, dict[str, Any]]) -> None:

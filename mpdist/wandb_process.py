@@ -67,6 +67,7 @@ def main() -> None:
     except BaseException as error:
         reply(trouble="log", text=f"W&B failed and is off for the rest of the run: {_brief(error)}")
     try:
+        _attach(run, asked["dir"])
         if ended == 75:  # stopped early with everything saved
             run.mark_preempting()
         run.finish(exit_code=ended)
@@ -78,6 +79,13 @@ def main() -> None:
     replies.flush()
     # Exit hooks of a client that has lost its server would wait for it again.
     os._exit(0)
+
+
+def _attach(run: Any, folder: str) -> None:
+    """What the run holds, planned and measured, as a file of it."""
+    path = os.path.join(folder, "ledger.json")
+    if os.path.exists(path):
+        run.save(path, base_path=folder, policy="now")
 
 
 def _end_soon() -> None:

@@ -22,22 +22,27 @@ USER = {"id": "VXNlcjox", "entity": "me", "username": "me", "email": "me@example
 
 
 class WandbServer:
-    """`with WandbServer() as server`. runs: id -> {config, displayName, history: [row], exit, ...}.
+    """`with WandbServer() as server`. runs: id -> {config, displayName, groupName, history: [row], exit, ...}.
 
-    manner: "well"; "mute" takes connections and never answers; "503" and "401" answer nothing else.
+    manner: "well"; "slow" as well, each answer 0.3 s late; "mute" takes connections and never answers; "503" and
+    "401" answer nothing else. files: what was uploaded, by name. heard: all that was sent, headers apart.
+    port: 0 is any; that of one that died, with its runs, is that one come back.
     """
 
-    def __init__(self, manner: str = "well") -> None:
+    def __init__(self, manner: str = "well", port: int = 0, runs: dict[str, dict[str, Any]] | None = None) -> None:
         self.manner = manner
-        self.runs: dict[str, dict[str, Any]] = {}
+        self.runs: dict[str, dict[str, Any]] = {} if runs is None else runs
+        self.files: dict[str, bytes] = {}
+        self.heard: list[bytes] = []
         self.requests = 0
         self._sockets: list[socket.socket] = []
         self._release = threading.Event()
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"server_": self}))
+        self._http = ThreadingHTTPServer(("127.0.0.1", port), type("Handler", (_Handler,), {"server_": self}))
         self._http.daemon_threads = True
         self._http.block_on_close = False
         self._thread = threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-        self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
+        self.port = int(self._http.server_address[1])
+        self.url = f"http://127.0.0.1:{self.port}"
 
     def __enter__(self) -> WandbServer:
         self._thread.start()
@@ -97,7 +102,7 @@ class WandbServer:
         name = variables["name"]
         new = name not in self.runs
         run = self.runs.setdefault(name, {"id": f"UnVuOjE6{name}", "history": [], "project": variables.get("project")})
-        run |= {key: variables[key] for key in ("config", "displayName") if variables.get(key) is not None}
+        run |= {key: variables[key] for key in ("config", "displayName", "groupName") if variables.get(key) is not None}
         project = {"id": "UHJv", "name": run["project"], "entity": ENTITY}
         bucket = {
             "id": run["id"], "name": name, "displayName": run.get("displayName") or name, "description": "",
@@ -107,8 +112,9 @@ class WandbServer:
 
     def stream(self, name: str, message: dict[str, Any]) -> None:
         run = self.runs.setdefault(name, {"id": name, "history": []})
-        lines = (message.get("files") or {}).get("wandb-history.jsonl", {}).get("content", [])
-        run["history"] += [json.loads(line) for line in lines]
+        part = (message.get("files") or {}).get("wandb-history.jsonl", {})
+        if part.get("content"):  # what is sent again takes its former place
+            run["history"][part["offset"] :] = [json.loads(line) for line in part["content"]]
         if "complete" in message:
             run["exit"] = message.get("exitcode")
 
@@ -141,14 +147,18 @@ class _Handler(BaseHTTPRequestHandler):
             self.rfile.readline()
         else:
             data = self.rfile.read(int(self.headers.get("content-length", 0)))
-        return gzip.decompress(data) if self.headers.get("content-encoding") == "gzip" else data
+        data = gzip.decompress(data) if self.headers.get("content-encoding") == "gzip" else data
+        self.server_.heard.append(data)
+        return data
 
     def _reply(self, value: Any) -> None:
         if self.server_.manner == "mute":
             self.server_._release.wait()
             raise BrokenPipeError
+        if self.server_.manner == "slow":
+            self.server_._release.wait(0.3)
         data = json.dumps(value).encode()
-        self.send_response(200 if self.server_.manner == "well" else int(self.server_.manner))
+        self.send_response(200 if self.server_.manner in ("well", "slow") else int(self.server_.manner))
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(data)))
         self.end_headers()
@@ -159,13 +169,13 @@ class _Handler(BaseHTTPRequestHandler):
         self._reply({})
 
     def do_PUT(self) -> None:
-        self._body()
+        self.server_.files[self.path.removeprefix("/upload/")] = self._body()
         self._reply({})
 
     def do_POST(self) -> None:
         self.server_.requests += 1
         body = self._body()
-        if self.server_.manner != "well":
+        if self.server_.manner not in ("well", "slow"):
             return self._reply({})
         if self.path == "/graphql":
             asked = json.loads(body)

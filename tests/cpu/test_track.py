@@ -76,7 +76,7 @@ def offline_runs(path: Path) -> list[Path]:
 
 
 def await_online(tracker: Tracker) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while tracker.state == "starting" and time.monotonic() < deadline:
         time.sleep(0.02)
         tracker._exchange(0.0)
@@ -190,22 +190,98 @@ os.kill(os.getpid(), 9)
 # -- online --------------------------------------------------------------------------------------------------------
 
 
-def test_online_and_resumed_it_is_one_run(tmp_path: Path, server: WandbServer) -> None:
+def axes_of(run: dict[str, Any]) -> dict[str, str]:
+    """What each metric is drawn over: W&B keeps names under 1 (patterns under 2) and the axis's place, from 1, under 5."""
+    found = json.loads(run["config"])["_wandb"]["value"]["m"]
+    return {m.get("1", m.get("2")): found[m["5"] - 1]["1"] for m in found if "5" in m}
+
+
+def test_online_and_resumed_it_is_one_run_with_its_config_and_its_ledger(tmp_path: Path, server: WandbServer) -> None:
     warnings: list[str] = []
+    config = {"optim": {"lr": 1e-4}, "hub": {"token": "abc-secret"}, "path": f"https://me:{SECRET}@host/x"}
+    axes = []
     with Timed(40):
-        for first in (1, 6):
-            tracker = start(tmp_path, "online", warnings)
+        for session, first in enumerate((1, 6), 1):
+            (tmp_path / "ledger.json").write_text(json.dumps({"rows": [], "session": session}))
+            tracker = start(tmp_path, "online", warnings, config=config, group="arms")
             for step in range(first, first + 5):
                 tracker.log(row(step))
-            tracker.finish(0)
+            tracker.finish(75 if first == 1 else 0)
             assert tracker.state == "finished"
             assert tracker.url
             assert tracker.id in tracker.url
+            axes.append(axes_of(server.runs[str(tracker.id)]))
+            assert json.loads(server.files["ledger.json"])["session"] == session
     assert warnings == []
-    (name,) = server.runs
+    ((name, run),) = server.runs.items()
+    assert (name, run["exit"], run["groupName"], run["displayName"]) == (tracker.id, 0, "arms", "name")
+    assert [r["step"] for r in run["history"]] == list(range(1, 11))
+    assert axes[0] == axes[1], "a resumed run is drawn over the same axes"
+    assert axes[0]["train/*"] == "step"
+    assert axes[0]["over_seconds/*"] == "time/train_s"
+    assert json.loads(run["config"])["optim"]["value"] == {"lr": 1e-4}
+    heard = b"".join(server.heard)
+    for secret in (SECRET, "abc-secret", "0" * 40):
+        assert secret.encode() not in heard
+
+
+def test_c102_a_slow_server_delays_neither_a_row_nor_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    with WandbServer("slow") as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        with Timed(0.5):
+            tracker = start(tmp_path, "online", warnings)
+            for step in range(1, 100):
+                tracker.log(row(step))
+        await_online(tracker)
+        with Timed(0.5):
+            for step in range(100, 200):
+                tracker.log(row(step))
+        with Timed(track.FINISH_S + 2):
+            tracker.finish(0)
+        ((_, run),) = server.runs.items()
+    assert (tracker.state, warnings, len(run["history"])) == ("finished", [], 199)
+
+
+def sync(url: str, *folders: Path, **env: str) -> None:
+    """`wandb sync`, as a person would after the run."""
+    command = [sys.executable, "-m", "wandb", "sync", "--include-online", *map(str, folders)]
+    done = subprocess.run(
+        command, env={**os.environ, "WANDB_BASE_URL": url, **env}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_c102_a_server_that_comes_back_gets_the_rest_and_what_was_offline_is_synced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: WandbServer
+) -> None:
+    """Three sessions of one run: the server dies in the first and comes back, is away in the second, there in the third."""
+    warnings: list[str] = []
+    tracker = start(tmp_path, "online", warnings)
+    tracker.log(row(1))
+    await_online(tracker)
+    server.die()
+    with Timed(0.5):
+        for step in range(2, 100):
+            tracker.log(row(step))
+    with WandbServer(port=server.port, runs=server.runs) as back:
+        for step in range(100, 120):
+            tracker.log(row(step))
+        tracker.finish(75)
+        monkeypatch.setenv("WANDB_BASE_URL", CLOSED)
+        away = start(tmp_path, "online", warnings)
+        for step in range(120, 130):
+            away.log(row(step))
+        away.finish(75)
+        assert away.id == tracker.id
+        assert "offline for this session" in warnings[-1]
+        if tracker.state != "finished":
+            sync(back.url, *tmp_path.glob("wandb/run-*"))
+        sync(back.url, *offline_runs(tmp_path))
+        ((name, run),) = back.runs.items()
     assert name == tracker.id
-    assert server.runs[name]["exit"] == 0
-    assert [r["step"] for r in server.runs[name]["history"]] == list(range(1, 11))
+    assert {r["step"] for r in run["history"]} == set(range(1, 130))
+    assert {r["time/train_s"] for r in run["history"]} == {step * 0.5 for step in range(1, 130)}
 
 
 def test_c102_a_server_that_dies_stops_and_delays_nothing(tmp_path: Path, server: WandbServer) -> None:

@@ -117,7 +117,12 @@ def _say_residual(
     level = f"{1 - found.level:.1%}"
     line = "Line: training losses" + (f", {steps} logged steps a point" if steps > 1 else "")
     bands = f"dark: all seeds, pale: {level} interval" if known else "band: all seeds; one seed has no interval"
-    frame.key(None, "", f"{line}; {bands}." + (f" Marks: evaluations, with their {level} interval" * evaluated))
+    frame.key(
+        None,
+        "",
+        f"{line}; {bands}."
+        + (" Marks: evaluations" * evaluated + f", with their {level} interval" * (evaluated and known)),
+    )
 
 
 def step_times(found: Comparison) -> str:

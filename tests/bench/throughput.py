@@ -21,25 +21,36 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from tiny import LLAMA, config, write_text
 
-VOCAB, LENGTH, ROWS = 8192, 128, 4  # ids are bytes; the head is as wide as a small model's
+ROWS = 4
 
 
-def shape(hidden: int, layers: int) -> dict[str, Any]:
-    return {**LLAMA, "vocab_size": VOCAB, "hidden_size": hidden, "intermediate_size": int(hidden * 2.75), "num_hidden_layers": layers,
-            "num_attention_heads": hidden // 32, "num_key_value_heads": hidden // 64, "tie_word_embeddings": True}  # fmt: skip
+class Size(NamedTuple):
+    """hidden, layers: of the model. vocab: ids are bytes; the head is as wide as a small model's. length: of a row."""
+
+    hidden: int
+    layers: int
+    vocab: int = 8192
+    length: int = 128
+
+
+def shape(size: Size) -> dict[str, Any]:
+    hidden = size.hidden
+    return {**LLAMA, "vocab_size": size.vocab, "hidden_size": hidden, "intermediate_size": int(hidden * 2.75),
+            "num_hidden_layers": size.layers, "num_attention_heads": hidden // 32, "num_key_value_heads": hidden // 64,
+            "tie_word_embeddings": True}  # fmt: skip
 
 
 class Mpdist:
     """The real loop with its checks and logs on; stamps are the moments at which a window begins."""
 
-    def __init__(self, folder: Path, hidden: int, layers: int, packed: bool = False) -> None:
+    def __init__(self, folder: Path, size: Size, packed: bool = False) -> None:
         from mpdist.config import load
         from mpdist.session import Session
         from mpdist.worker import Seat
@@ -50,8 +61,8 @@ class Mpdist:
         text = folder / "train.txt"
         text.write_text("\n".join(json.loads(line)["text"] for line in lines))  # one document
         source = {"path": str(folder / "train.jsonl" if packed else text)}
-        path = config(folder, name="bench", model__config=shape(hidden, layers), precision__compute="bf16",
-                      shard__engine="ddp", data__seq_len=LENGTH, data__train=[source], batch={"micro": ROWS, "global": ROWS},
+        path = config(folder, name="bench", model__config=shape(size), precision__compute="bf16",
+                      shard__engine="ddp", data__seq_len=size.length, data__train=[source], batch={"micro": ROWS, "global": ROWS},
                       track__every=10, optim__schedule="constant", optim__warmup=None, budget__steps=10**6)  # fmt: skip
         world = from_env(os.environ)
         assert world is not None
@@ -84,21 +95,21 @@ class Mpdist:
         return result
 
 
-def hf_model(hidden: int, layers: int) -> Any:
+def hf_model(size: Size) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    values = shape(hidden, layers)
+    values = shape(size)
     made = AutoConfig.for_model(values.pop("model_type"), **values)
     made.use_cache = False
     return AutoModelForCausalLM.from_config(made, dtype=torch.float32)
 
 
 class Trainer:
-    def __init__(self, folder: Path, hidden: int, layers: int, batches: list[dict[str, torch.Tensor]]) -> None:
+    def __init__(self, folder: Path, size: Size, batches: list[dict[str, torch.Tensor]]) -> None:
         import transformers
 
         transformers.logging.set_verbosity_error()
-        self.model, self.folder = hf_model(hidden, layers), folder
+        self.model, self.folder = hf_model(size), folder
         self.examples = [{k: v[i] for k, v in batch.items()} for batch in batches for i in range(ROWS)]
 
     def steps(self, count: int) -> list[float]:
@@ -122,8 +133,8 @@ class Trainer:
 class Bare:
     """The shortest loop that keeps FP32 masters: autocast, fused AdamW, clip, scheduler."""
 
-    def __init__(self, hidden: int, layers: int, batches: list[dict[str, torch.Tensor]]) -> None:
-        self.model = hf_model(hidden, layers).train()
+    def __init__(self, size: Size, batches: list[dict[str, torch.Tensor]]) -> None:
+        self.model = hf_model(size).train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda _: 1.0)
         self.batches, self.at = batches, 0
@@ -148,7 +159,7 @@ class Bare:
         return times
 
 
-def calls(steps: Callable[[int], Any], short: int = 10, long: int = 40) -> float:
+def calls(steps: Callable[[int], Any], short: int = 10, long: int = 30) -> float:
     """Python calls of one steady step: the difference of two runs, so that what surrounds the steps cancels."""
     counts = []
     for count in (short, long):
@@ -223,10 +234,12 @@ def main() -> None:
     parser.add_argument("--head", action="store_true", help="only the loss head")
     parser.add_argument("--calls", action="store_true", help="only Python calls a step, against the bare loop, as JSON")
     asked = parser.parse_args()
+    size = Size(asked.hidden, asked.layers)
     if asked.calls:
+        size = size._replace(vocab=264, length=32)  # no call depends on it
         with tempfile.TemporaryDirectory() as text:
-            ours = Mpdist(Path(text), asked.hidden, asked.layers)
-            bare = Bare(asked.hidden, asked.layers, ours.batches(50))
+            ours = Mpdist(Path(text), size)
+            bare = Bare(size, ours.batches(50))
             ours.steps(5)
             bare.steps(5)
             print(json.dumps({"mpdist": calls(ours.steps), "bare": calls(bare.steps)}))
@@ -237,13 +250,12 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
-        ours = Mpdist(folder, asked.hidden, asked.layers, asked.packed)
+        ours = Mpdist(folder, size, asked.packed)
         batches = ours.batches(50)
-        size = asked.hidden, asked.layers
         arms: dict[str, Any] = {
             "mpdist": ours,
-            "trainer": Trainer(folder, *size, batches),
-            "bare": Bare(*size, batches),
+            "trainer": Trainer(folder, size, batches),
+            "bare": Bare(size, batches),
         }
         for arm in arms.values():
             arm.steps(5)  # imports, first allocations, the ledger
@@ -254,9 +266,9 @@ def main() -> None:
             for name in order if block % 2 == 0 else order[::-1]:
                 arm = arms["mpdist" if name == "again" else name]
                 times[name].append(statistics.median(arm.steps(asked.steps)[3:]))
-    tokens = ROWS * LENGTH
+    tokens = ROWS * size.length
     print(
-        f"{sum(p.numel() for p in arms['bare'].model.parameters()):,} parameters, {ROWS} x {LENGTH}, torch {torch.__version__}"
+        f"{sum(p.numel() for p in arms['bare'].model.parameters()):,} parameters, {ROWS} x {size.length}, torch {torch.__version__}"
     )
     print(f"{'arm':10}{'ms a step':>12}{'slots/s':>12}{'calls':>10}{'mpdist is':>12}")
     for name in arms:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from real_runs import ROOT, environment
 
-from mpdist.cli import COMMANDS
+from mpdist.cli import COMMANDS, main
 
 TEXTS = {"train": "lincoln", "eval": "lincoln_heldout"}
 
@@ -22,14 +23,31 @@ def mpdist(*arguments: str | Path, status: int = 0, cwd: Path | None = None, **e
     return done.stderr if status else done.stdout
 
 
-def test_every_help_has_an_example_and_says_where_the_exit_statuses_are() -> None:
+@pytest.fixture
+def here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """The same in this process: an interpreter for each command would take longer than all that they say."""
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def said(*arguments: str, status: int = 0) -> str:
+        try:
+            found = main(list(arguments))
+        except SystemExit as error:
+            found = error.code
+        out, err = capsys.readouterr()
+        assert (found or 0) == status, out + err
+        return err if status else out
+
+    return said
+
+
+def test_every_help_has_an_example_and_says_where_the_exit_statuses_are(here: Callable[..., str]) -> None:
     general = mpdist("--help")
     assert mpdist("help") == general
     assert mpdist(status=2) == general
     assert "75 stopped early with everything saved" in general
     for name in COMMANDS:
         assert f"\n  {name} " in general
-        said = mpdist(name, "--help")
+        said = here(name, "--help")
         assert said.startswith(f"usage: mpdist {name}")
         example = said.partition("\nexample")[2]
         assert f" mpdist {name}" in example, name
@@ -37,9 +55,9 @@ def test_every_help_has_an_example_and_says_where_the_exit_statuses_are() -> Non
         assert all(len(line) <= 120 for line in said.splitlines()), name
 
 
-def test_a_command_without_its_arguments_says_what_it_lacks() -> None:
+def test_a_command_without_its_arguments_says_what_it_lacks(here: Callable[..., str]) -> None:
     for name in COMMANDS.keys() - {"configs", "doctor"}:
-        said = mpdist(name, status=2)
+        said = here(name, status=2)
         assert any(what in said for what in ("CONFIG", "FOLDER", "RUN", "formats|lab"))
         assert "KEY=VALUE" not in said, "settings are never required"
         assert f"`mpdist {name} --help` shows how it is used" in said

@@ -11,27 +11,27 @@ from agreement import CASES, CONTROL, DRILLED, FAULTS, HALF, ON_TWO, PLAIN, REFE
 
 pytestmark = pytest.mark.world
 
-_ONE_LAYER = {"num_hidden_layers": 1}
-LONG = [replace(case, seeds=1) for case in (PLAIN, HALF)]
-MANY = [replace(case, name=f"{case.name}, many", model=_ONE_LAYER, steps=12, seeds=8) for case in (PLAIN, HALF)]
+LONG = [replace(PLAIN, seeds=1), replace(HALF, seeds=1, steps=30)]
+# BF16 alone: FP32's tolerance leaves a drift no room. What hurts it is looked for in the same steps, seeds and model.
+MANY = replace(CONTROL, engines=ON_TWO, steps=10, seeds=7)
 SCALED = replace(DRILLED, seeds=1, steps=14)
 UNSCALED = replace(SCALED, name="FP32 twin", options={}, overflows=(), engines=(REFERENCE,))
 
 
 @pytest.fixture(scope="module")
 def results() -> Results:
-    jobs = [(case, engine, "") for case in (*LONG, *MANY, SCALED, UNSCALED, CONTROL) for engine in case.engines]
-    jobs += [(CONTROL, REFERENCE, fault) for fault in FAULTS]
+    jobs = [(case, engine, "") for case in (*LONG, MANY, SCALED, UNSCALED) for engine in case.engines]
+    jobs += [(MANY, REFERENCE, fault) for fault in FAULTS]
     return agreement.run(jobs, timeout=400.0)
 
 
 @pytest.mark.parametrize("case", LONG, ids=lambda case: case.name)
-def test_engines_agree_over_50_steps(results: Results, case: agreement.Case) -> None:
+def test_engines_agree_over_many_steps(results: Results, case: agreement.Case) -> None:
     """FP32: losses within 1e-6, norms within 1e-6 of their size. BF16: losses within 2e-3, the first within 1e-5."""
     plain = results[case.name, REFERENCE, ""][0]
-    assert len(plain.losses) == 50
+    assert len(plain.losses) == case.steps >= 30
     assert plain.losses[-1] < plain.losses[0] - 0.5  # there is something to agree about
-    assert 0 < sum(norm > case.options["clip"] for norm in plain.norms) < 50
+    assert 0 < sum(norm > case.options["clip"] for norm in plain.norms) < case.steps
     assert case.bound.loss == {"FP32, clip": 1e-6, "BF16, clip": 2e-3}[case.name]
     assert not agreement.faults_of(case, results)
     firsts = [results[case.name, engine, ""][0].losses[0] for engine in ON_TWO]
@@ -39,16 +39,15 @@ def test_engines_agree_over_50_steps(results: Results, case: agreement.Case) -> 
 
 
 def test_no_engine_drifts(results: Results) -> None:
-    names = {case.name for case in MANY}
-    pairs = {key: pair for key, pair in agreement.pairs_of(results).items() if key[0] in names}
-    assert len(pairs) == 2 * (len(ON_TWO) - 1)
+    pairs = {key: pair for key, pair in agreement.pairs_of(results).items() if key[0] == MANY.name and not key[2]}
+    assert len(pairs) == len(ON_TWO) - 1
     assert not {key: drift for key, drift in agreement.drifts(pairs).items() if drift.found}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_drift_is_found_where_losses_stay_within_the_tolerance(results: Results, fault: str) -> None:
-    key = CONTROL.name, REFERENCE, fault
-    pairs = {k: pair for k, pair in agreement.pairs_of(results).items() if k[0] == CONTROL.name}
+    key = MANY.name, REFERENCE, fault
+    pairs = {k: pair for k, pair in agreement.pairs_of(results).items() if k[0] == MANY.name and k[2]}
     assert agreement.gap(*pairs[key]).loss < HALF.bound.loss
     found = {figure for (other, figure), drift in agreement.drifts(pairs).items() if other == key and drift.found}
     assert {"factor": "norm", "clip": "norm after the clip", "twice": "norm", "rate": "loss"}[fault] in found

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from mpdist.cast import least, lost
 from mpdist.formats import FORMATS
 from mpdist.numerics.rounding import round_to
-from mpdist.telemetry import _headroom, layer_of
+from mpdist.telemetry import _headroom, by_name, layer_of
 
 
 @pytest.fixture(scope="module")
@@ -92,3 +92,19 @@ def test_headroom_is_how_far_a_scale_may_fall() -> None:
 )
 def test_parameters_count_to_their_block(name: str, layer: str) -> None:
     assert layer_of(name) == layer
+
+
+def test_each_layer_has_a_name_of_its_own_where_lists_cannot_be_drawn() -> None:
+    row = {
+        "step": 3,
+        "precision/grad_zero": 0.5,
+        "precision/by_layer": {"grad_zero": [0.25, None], "grad_norm": [1.0, 2.0]},
+    }
+    assert by_name(row, ["a", "b.0"]) == {
+        "step": 3,
+        "precision/grad_zero": 0.5,
+        "precision/grad_zero/a": 0.25,
+        "precision/grad_norm/a": 1.0,
+        "precision/grad_norm/b.0": 2.0,
+    }
+    assert by_name({"eval/loss": 1.0}, ["a"]) == {"eval/loss": 1.0}

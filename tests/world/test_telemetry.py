@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 # A scale so low that the wire's FP16 flushes a part of what FP32 has computed.
 WIRE = {"reduce__wire": "fp16", "precision__scale": {"mode": "static", "init": 2.0**-9}, "budget__steps": 2}
-HALF = {"precision__compute": "fp16", "budget__steps": 2, "precision__scale__on_overflow": "retry"}
+HALF = {"precision__compute": "fp16", "budget__steps": 2}
 
 
 def count_casts() -> Callable[[], dict[str, list[float]]]:
@@ -45,7 +46,10 @@ def count_casts() -> Callable[[], dict[str, list[float]]]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, watched.Watched]:
     changes = [{**WIRE, **engine, "name": f"wire-{name}"} for name, engine in ENGINES.items()]
-    changes += [{**HALF, "name": "skipped", "drill__overflow_at": {"attempts": [2], "rank": 1}}]
+    floor = {"on_overflow": "retry", "floor": 32768.0}
+    changes += [
+        {**HALF, "name": "skipped", "drill__overflow_at": {"attempts": [2], "rank": 1}, "precision__scale": floor}
+    ]
     changes += [{**HALF, "name": "sparse", "track__every": 2, "budget__steps": 3, "precision__keep_fp32": ["lm_head"]}]
     zero = [change for change in changes if change["name"] == "wire-zero-2"]  # DeepSpeed starts once in a process
     changes.remove(zero[0])
@@ -107,6 +111,16 @@ def test_a_skipped_attempts_overflow_is_told_with_the_step(runs: dict[str, watch
     assert 0 < rows[1]["precision/grad_overflowed"] < 1e-3  # one element, and what it met on its way
     where = [share > 0 for share in rows[1]["precision/by_layer"]["grad_overflowed"]]
     assert 1 <= sum(where) < len(where)
+
+
+def test_a_scale_at_its_floor_is_told_once_and_the_end_names_a_static_one(runs: dict[str, watched.Watched]) -> None:
+    run = runs["skipped"]
+    told = [event for event in run.events("warning") if "check" in event]
+    assert [(event["check"], event["attempt"]) for event in told] == [("scale at its floor", 2)]
+    assert "precision.scale.floor" in told[0]["reason"]
+    rows, (end,) = run.rows(), run.events("end")
+    room = min(row["precision/headroom_overflow"] + math.log2(row["scale/value"]) for row in rows)
+    assert end["static_scale"] == 2.0 ** min(math.floor(room) - 3, 14)  # a quarter of what has overflowed, at most
 
 
 def test_only_logged_steps_are_measured_and_what_stays_in_fp32_is_cast_by_nobody(

@@ -65,7 +65,12 @@ def _speed(pair: Pair, spoilt: Defect | None) -> tuple[str, str]:
         return "withheld", f"{told}, verdict withheld: {pair.withheld}"
     if found.seen:
         return ("faster" if found.value > 1 else "slower"), told
-    return UNSEEN, f"{told}, {UNSEEN} at this size{_would(found, f'{found.detectable or 0:.1%}')}"
+    return UNSEEN, f"{told}, {UNSEEN} at this size{_would(found, _share(found.detectable or 0.0))}"
+
+
+def _share(more: float) -> str:
+    """Of a ratio that is so much above 1."""
+    return f"{more:.1%}" if more < 10 else f"{times(1 + more)}x"
 
 
 def _would(found: Estimate, size: str) -> str:

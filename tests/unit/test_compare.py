@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -215,6 +216,14 @@ def test_a_difference_that_is_not_seen_is_said_with_the_one_that_would_have_been
     verdict = found(*made).verdicts[0]
     assert verdict.loss == "no difference seen"
     assert "no difference seen at this size (one of 0.0471 would have been)" in verdict.line  # 13.4253 standard errors
+
+
+def test_a_machine_that_hides_everything_is_said_so_in_readable_figures() -> None:
+    made = three()
+    for one, step_s in zip(made, (0.05, 0.05, 0.2, 0.9, 0.1, 0.03), strict=True):
+        one.step_s = np.full(150, step_s)
+    line = found(*made).verdicts[0].line
+    assert re.search(r"no difference seen at this size \(one of [\d.e+]{2,8}x would have been\)", line), line
 
 
 def test_the_training_gap_is_of_the_last_tenth_and_serves_where_nothing_is_evaluated() -> None:

@@ -34,15 +34,13 @@ HARD: dict[str, Any] = {
 }
 
 
-# Who is asked to stop, in which way, and the reason that the run gives for its end.
+# Who is asked to stop, in which way, and the reason that the run gives for its end. SIGTERM to the launcher is in
+# test_sweep_run.py; what needs no launcher, a signal to all ranks and the file STOP, in tests/world/test_resume.py.
 STOPS = {
-    ("launcher", "TERM"): "SIGTERM to mpdist launch",
     ("rank 1", "TERM"): "a signal to another rank",
-    ("all ranks", "TERM"): "SIGTERM",
     ("torchrun", "TERM"): "SIGTERM",
     ("launcher", "USR1"): "SIGUSR1 to mpdist launch",
     ("group", "INT"): "SIGINT to mpdist launch",
-    ("file", "STOP"): "the file STOP",
 }
 
 
@@ -153,18 +151,17 @@ def stop_and_go_on(folder: Path) -> tuple[Job, list[dict[str, Any]]]:
             job = jobs.launch(config)
             before = checkpoints(job.run)
             reports = job.wait_for_attempt(state(job.run)["attempt"] + 3 if before else 3)
-            if whom == "file":
-                (job.run / name).touch()
-            else:
-                pids = {"launcher": [job.process.pid], "group": [-job.process.pid], "rank 1": [reports[1].pid]}
-                pids |= {"all ranks": [report.pid for report in reports.values()], "torchrun": [job.parent()]}
-                for pid in pids[whom]:
-                    os.kill(pid, signal.Signals[f"SIG{name}"])
+            pids = {
+                "launcher": job.process.pid,
+                "group": -job.process.pid,
+                "rank 1": reports[1].pid,
+                "torchrun": job.parent(),
+            }
+            os.kill(pids[whom], signal.Signals[f"SIG{name}"])
             status = job.end()
             new = sorted(set(checkpoints(job.run)) - set(before))
             facts.append({"job": job, "status": status, "state": state(job.run), "reports": job.reports(),
-                          "gone": set(before) - set(checkpoints(job.run)), "new": new,
-                          "left": (job.run / "STOP").exists()})  # fmt: skip
+                          "gone": set(before) - set(checkpoints(job.run)), "new": new})  # fmt: skip
         job = jobs.launch(config)
         assert job.end() == 0, (job.out, job.err)
     return job, facts
@@ -192,7 +189,6 @@ def test_c96_a_stop_is_one_save_of_one_step_by_all_ranks(stops: tuple[Job, list[
     assert {report.step for report in fact["reports"].values()} == {fact["reports"][1].step}
     assert all(report.proper for report in fact["reports"].values())
     assert job.out.splitlines()[-1].startswith(f"stopped early at step {ended['step']}, everything is saved")
-    assert not fact["left"], "a file STOP stops one session"
 
 
 def test_c13_c66_c96_no_number_shows_the_stops(

@@ -112,7 +112,7 @@ def explain(engine: Engine, wire: Wire, attempt: cause.Attempt, again: Again, re
     found = cause.find(ranks, attempt)
     cured = None
     if attempt.replay and found.in_backward and attempt.lowest is not None:
-        cured = _finite_at(engine, wire, attempt, again, attempt.lowest, rehearsing)
+        cured = _finite_at(engine, wire, attempt, again, attempt.lowest)
     return cause.tell(found, ranks, attempt, cured)
 
 
@@ -124,11 +124,10 @@ def _computed(engine: Engine, again: Again, scale: float, trace: Trace) -> torch
         trace.stop()
 
 
-def _finite_at(
-    engine: Engine, wire: Wire, attempt: cause.Attempt, again: Again, scale: float, rehearsing: _Context
-) -> bool:
-    """Collective. Whether the same window has a finite loss and finite gradients at another scale."""
-    with _aside(engine, wire, None, rehearsing):
+def _finite_at(engine: Engine, wire: Wire, attempt: cause.Attempt, again: Again, scale: float) -> bool:
+    """Collective. Whether the same window has a finite loss and finite gradients at another scale, as at a retry: there a
+    rehearsed overflow is over."""
+    with _aside(engine, wire, None, contextlib.nullcontext):
         loss = _computed(engine, again, scale, Trace(engine, attempt.batch.micros, deep=False))
     bad = ~torch.isfinite(square_sum(engine.gradients()).to(loss.device) + loss)
     flag = bad.to(torch.float32)

@@ -131,7 +131,11 @@ def compare(wanted: Wanted, again: list[dict[str, Any]]) -> list[Finding]:
     """The recorded rows against those computed again: what is equal, and the first step that is not."""
     begun = wanted.checkpoint.name if wanted.checkpoint is not None else "the run's beginning"
     steps = wanted.step - wanted.begin
-    found = [Finding("replay", f"{steps} step{'s' * (steps > 1)} from {begun} on {wanted.ranks} ranks")]
+    found = [
+        Finding(
+            "replay", f"{steps} step{'s' * (steps > 1)} from {begun} on {wanted.ranks} rank{'s' * (wanted.ranks > 1)}"
+        )
+    ]
     rows = {row["step"]: row for row in again}
     wrong = []
     for step, record in sorted(wanted.rows.items()):

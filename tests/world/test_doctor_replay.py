@@ -25,6 +25,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (run,) = watched.sessions(folder, 2, [{**base, "name": "two"}])
     assert run.status == 0, run.message
     assert len(run.attempts) > 5
+    finding = run.events("finding")[0]  # of the scale's first fall
+    assert (finding["bad_loss"], finding["lower_scale"], finding["reproduced"]) == (False, True, True)
     return run.folder
 
 

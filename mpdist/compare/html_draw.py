@@ -82,7 +82,7 @@ def residual(found: Comparison, pair: Pair) -> str:
     gaps = [(at.step, at.eval_loss_gap) for at in pair.matched_steps if at.eval_loss_gap is not None]
     low, high = around([0.0, *seeds, *(gap.value for _, gap in gaps)], 0.15)
     edges = [edge for gap in [*(g for _, g in gaps[-1:])] for edge in (gap.low, gap.high) if edge is not None]
-    reach = 3 * (high - low)  # an interval of few seeds may be so wide that nothing else would be seen
+    reach = high - low  # an interval of few seeds may be so wide that nothing else would be seen
     low, high = min([low, *(e for e in edges if e > low - reach)]), max([high, *(e for e in edges if e < high + reach)])
     end = max([1.0, *(step for step, _, _ in curve.points), *(step for step, _ in gaps)])
     frame = Frame(

@@ -21,7 +21,7 @@ from mpdist import watch
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCH = [sys.executable, "-m", "mpdist.cli", "launch"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "mpdist"]
-BOUND_S = 120.0  # for what takes seconds on an idle machine
+BOUND_S = 300.0  # for what takes seconds on an idle machine
 _MARK = "MPDIST_TEST_JOB"
 
 
@@ -119,8 +119,10 @@ class Jobs:
     def launch(self, config: Path, *overrides: str, **env: str) -> Job:
         return self._start([*LAUNCH, config, "--ranks", "2", *overrides], config, **env)
 
-    def torchrun(self, config: Path, *overrides: str, **env: str) -> Job:
-        return self._start([*TORCHRUN, config, *overrides], config, **env)
+    def torchrun(self, config: Path, *overrides: str, restarts: int = 0, **env: str) -> Job:
+        at = TORCHRUN.index("-m", 3)
+        command = [*TORCHRUN[:at], "--max-restarts", str(restarts), *TORCHRUN[at:]]
+        return self._start([*command, config, *overrides], config, **env)
 
     def rank(self, config: Path, rank: int, port: int, **env: str) -> Job:
         """One rank of two, by hand."""

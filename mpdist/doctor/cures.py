@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from mpdist.config.rules import SUPPORT
 from mpdist.doctor.extremes import LIMIT, Extremes, above, container, outermost, to_keep
 
 if TYPE_CHECKING:
@@ -59,6 +60,8 @@ def scaling(cfg: Config, attempt: Try) -> Cured | None:
 def keeping(cfg: Config, extremes: Extremes, told: Told, attempt: Try) -> Cured | None:
     """Collective. FP32 for the fewest modules that make it finite: first those that hold more than FP16 can, then, one
     after another, those that are named."""
+    if not SUPPORT[cfg.shard.engine].keeps:
+        return None
     kept = list(cfg.precision.keep_fp32)
     names = set[str]()
     if cfg.precision.compute == "fp16":

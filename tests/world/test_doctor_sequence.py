@@ -76,6 +76,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "kept": {"precision": {"compute": "fp16", "keep_fp32": [MLP]}, "model": {"path": "outlier"}},
     "outlier in bf16": {**BF16, "model": {"path": "outlier"}},
     "outlier": {**FP16, **SHARDED, "model": {"path": "outlier"}},
+    "zero": {**FP16, "model": {"path": "outlier"}, "shard": {"engine": "deepspeed", "stage": 2}},
     "residual": {**FP16, "model": {"path": "residual"}},
     "damaged": {**BF16, "model": {"path": "damaged"}},
     "rate": {"precision": {"compute": "bf16", "master": "compute"}, "optim__lr": 1e-6},
@@ -88,6 +89,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 # What each is ill of, the word for it that a person has to read, and what is to be pasted.
 DISEASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "outlier": ("activations", f"{MLP}.up_proj reaches 1.09e+05", {"precision": {"keep_fp32": [MLP]}}),
+    "zero": ("activations", f"first in {MLP}.up_proj", {"precision": {"compute": "bf16"}}),  # it keeps no modules
     "residual": ("activations", f"first in {MLP}.down_proj", {"precision": {"compute": "bf16"}}),
     "damaged": ("weights", "not finite in fp32, first in model.layers.1.self_attn.q_proj.weight", {}),
     "rate": ("learning rate", "optim.lr = 1e-06 cannot move 98%", {"precision": {"master": "fp32"}}),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import LLAMA, Result, same, timeless, train
+import worlds
+from tiny import LLAMA, config, same, session, timeless, train, train_each
 
 pytestmark = pytest.mark.world
 
@@ -21,33 +24,32 @@ HARD: dict[str, Any] = {
 }
 
 
-def run(folder: Path, engine: str, **changes: Any) -> Result:
-    folder.mkdir(exist_ok=True)
-    shard = {"engine": "ddp"} if engine == "ddp" else {"engine": "fsdp2", "stage": int(engine[-1])}
-    return train(folder, 2, **{**HARD, "shard": shard, **changes})
+ENGINES: dict[str, dict[str, Any]] = {"ddp": {"engine": "ddp"}, "fsdp2-3": {"engine": "fsdp2", "stage": 3}}
+CUTS = {1: "USR1", 7: "INT", 13: "TERM"}  # after this step, by this signal
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp2-3"])
-def test_stopped_after_k_steps_and_resumed_equals_the_uninterrupted_run(tmp_path: Path, engine: str) -> None:
-    whole = run(tmp_path / "whole", engine)
-    assert whole.status == 0
-    assert whole.state()["attempt"] > 20
-    attempts = whole.column("attempt")
-    for k in (1, 7, 13):
-        folder = tmp_path / f"k{k}"
-        stop = {"attempt": attempts[k - 1], "rank": k % 2, "signal": ["TERM", "USR1", "HUP"][k % 3]}
-        drill = {**HARD["drill"], "stop_at": stop}
-        first = run(folder, engine, drill=drill)
+def test_stopped_after_k_steps_and_resumed_equals_the_uninterrupted_run(tmp_path: Path) -> None:
+    asked = [{**HARD, "shard": shard, "name": f"{name}-whole"} for name, shard in ENGINES.items()]
+    wholes = dict(zip(ENGINES, train_each(tmp_path, 2, asked), strict=True))
+    cut: dict[tuple[str, int], dict[str, Any]] = {}
+    for name, whole in wholes.items():
+        assert whole.status == 0
+        assert whole.state()["attempt"] > 20
+        for k, how in CUTS.items():
+            stop = {"attempt": whole.column("attempt")[k - 1], "rank": k % 2, "signal": how}
+            drill = {**HARD["drill"], "stop_at": stop}
+            cut[name, k] = {**HARD, "shard": ENGINES[name], "name": f"{name}-{k}", "drill": drill}
+    for (_, k), first in zip(cut, train_each(tmp_path, 2, list(cut.values())), strict=True):
         assert [status for status, _ in first.ends] == [75, 75]
         assert first.state()["state"] == "preempted"
         assert [(e["state"], e["exit"]) for e in first.events("end")] == [("preempted", 75)]
         assert first.column("step")[-1] == k
-        again = run(folder, engine, drill=drill)
+    for (name, _), again in zip(cut, train_each(tmp_path, 2, list(cut.values())), strict=True):
         assert again.status == 0, again.message
         assert [(e["state"], e["exit"]) for e in again.events("end")] == [("preempted", 75), ("done", 0)]
-        assert timeless(again.rows()) == timeless(whole.rows())
+        assert timeless(again.rows()) == timeless(wholes[name].rows())
         for prefix in ("model.", "exp_avg.", "exp_avg_sq."):
-            assert same(again.weights(prefix=prefix), whole.weights(prefix=prefix))
+            assert same(again.weights(prefix=prefix), wholes[name].weights(prefix=prefix))
 
 
 def test_a_finished_run_launched_again_changes_nothing(tmp_path: Path) -> None:
@@ -97,16 +99,16 @@ def test_a_damaged_checkpoint_costs_no_whole_one(tmp_path: Path) -> None:
 
 def test_a_rehearsed_damage_is_passed_over_in_any_form(tmp_path: Path) -> None:
     always: dict[str, Any] = {"checkpoint__every": 1, "optim__horizon": 7}
-    whole = train(tmp_path, 2, name="whole", budget__steps=7, **always)
-    for save, how in ((2, "flip"), (4, "truncate"), (6, "stale")):
-        damage = {"corrupt_at": {"save": save, "how": how}}
-        damaged = train(tmp_path, 2, budget__steps=save, drill=damage, **always)
-        assert damaged.status == 0, damaged.message
-        drills = [(e["reason"], e["rank"]) for e in damaged.events("drill")]
-        assert drills[-1] == (f"corrupt_at#{save}", 0)
-    again = train(tmp_path, 2, budget__steps=7, drill=damage, **always)
-    assert again.status == 0, again.message
-    assert len(again.events("drill")) == 3, "a save that is made again is not damaged again"
+    hurt = {
+        save: {"corrupt_at": {"save": save, "how": how}} for save, how in ((2, "flip"), (4, "truncate"), (6, "stale"))
+    }
+    asked = [{"name": "whole", "budget__steps": 7, **always}]
+    asked += [{"budget__steps": save, "drill": damage, **always} for save, damage in hurt.items()]
+    asked += [{"budget__steps": 7, "drill": hurt[6], **always}]
+    whole, *damaged, again = train_each(tmp_path, 2, asked)
+    assert [run.status for run in (whole, *damaged, again)] == [0] * 5, [run.message for run in damaged]
+    drills = [(event["reason"], event["rank"]) for event in again.events("drill")]
+    assert drills == [(f"corrupt_at#{save}", 0) for save in hurt], "a save that is made again is not damaged again"
     refused = again.events("refused")
     assert [event["checkpoint"] for event in refused] == [f"step-{step:08d}" for step in (2, 4, 6)]
     assert {event["file"] for event in refused} <= {"tensors/__0_0.distcp", "tensors/__1_0.distcp"}
@@ -171,10 +173,30 @@ def test_a_stop_file_in_the_run_directory_stops_the_run_once(tmp_path: Path) -> 
     stopped = train(tmp_path, 2, budget__steps=6)
     assert [status for status, _ in stopped.ends] == [75, 75]
     assert stopped.column("step") == [1, 2]
-    assert "STOP" in stopped.state()["reason"]
+    assert stopped.state()["reason"] == "stopped by the file STOP"
+    assert not (folder / "STOP").exists(), "it stops one session"
+    path = str(config(tmp_path, budget__steps=6))
+    told = worlds.run(session_all_told, 2, path)
+    assert [status for status, _ in told] == [75, 75]
+    assert (stopped.column("step"), stopped.state()["reason"]) == ([1, 2, 3], "stopped by SIGTERM")
+    assert [event["step"] for event in stopped.events("save") if event["reason"] == "published"] == [1, 2, 3]
     again = train(tmp_path, 2, budget__steps=6)
     assert again.status == 0, again.message
     assert timeless(again.rows()) == timeless(whole.rows())
+
+
+def session_all_told(rank: int, path: str) -> tuple[int, str]:
+    """Each rank gets SIGTERM in its first attempt, as when a scheduler signals every process of a job."""
+    from mpdist import train as loop
+
+    attempt = loop.attempt
+
+    def told(s: Any, batch: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return attempt(s, batch)
+
+    loop.attempt = told
+    return session(rank, path, [])
 
 
 def test_growth_of_the_scale_is_an_event_also_between_logged_steps(tmp_path: Path) -> None:

@@ -81,8 +81,9 @@ def launched(folder: Path) -> list[dict[str, Any]]:
         disk.resize(MORE)
         end(jobs, take_all)
         end(jobs)
-        (disk.path / "filler").unlink()
-        end(jobs)
+    (disk.path / "filler").unlink()
+    ends = worlds.run(tiny.session, 2, str(path), [])
+    keep(disk.path / "runs" / "launched", folder, "launched", facts, ends=ends)
     return facts
 
 

@@ -67,8 +67,13 @@ def lying(run: Result) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> Left:
-    return played(tmp_path_factory.mktemp("launched"), "launched")["launched"]
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Left]:
+    return played(tmp_path_factory.mktemp("scenes"), "launched", "went_on", "in_flight")
+
+
+@pytest.fixture(scope="module")
+def launched(scenes: dict[str, Left]) -> Left:
+    return scenes["launched"]
 
 
 def test_c59_a_save_that_does_not_fit_ends_the_run_and_leaves_the_checkpoint_before(launched: Left) -> None:
@@ -95,7 +100,8 @@ def test_c59_a_record_that_meets_the_full_disk_ends_the_run_with_its_reason_on_r
     assert fact["status"] == 4
     state = run.state()
     assert (state["state"], state["exit"], state["rank"]) == ("failed", 4, 0)
-    assert "No space left on device" in state["reason"]
+    # The line may also meet the end of the room in its middle: the last page of a file is not another file's to fill.
+    assert any(why in state["reason"] for why in ("No space left on device", " bytes fitted"))
     assert f"rank 0 failed: {state['reason']}\n" in fact["err"]
     assert "Traceback" not in fact["err"] + fact["out"]
     assert run.events("end")[-1]["exit"] == 4
@@ -115,22 +121,16 @@ def test_c59_on_a_full_disk_nothing_starts_and_the_run_stands(launched: Left) ->
 
 def test_c59_with_room_again_the_run_ends_as_if_the_disk_had_never_been_full(launched: Left, whole: Result) -> None:
     fact, run = launched[3]
-    assert fact["status"] == 0, fact["err"]
+    assert [status for status, _ in fact["ends"]] == [0, 0], fact["ends"]
     assert run.state()["state"] == "done"
     equal(run, whole)
     assert not (run.folder / ".reserve").exists()
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Left]:
-    """Ranks without a launcher."""
-    return played(tmp_path_factory.mktemp("alone"), "went_on", "in_flight")
-
-
 def test_c59_told_to_go_on_it_trains_through_a_full_disk_and_saves_when_there_is_room(
-    alone: dict[str, Left], whole: Result
+    scenes: dict[str, Left], whole: Result
 ) -> None:
-    ((fact, run),) = alone["went_on"]
+    ((fact, run),) = scenes["went_on"]
     assert [status for status, _ in fact["ends"]] == [0, 0]
     warnings = [event["reason"] for event in run.events("warning") if "run directory: " not in event["reason"]]
     assert warnings[-1].startswith("saving step-000000")
@@ -144,9 +144,9 @@ def test_c59_told_to_go_on_it_trains_through_a_full_disk_and_saves_when_there_is
 
 
 def test_c59_a_line_that_meets_the_disk_that_a_save_has_filled_waits_for_its_end(
-    alone: dict[str, Left], whole: Result
+    scenes: dict[str, Left], whole: Result
 ) -> None:
-    (fact, run), (again, finished) = alone["in_flight"]
+    (fact, run), (again, finished) = scenes["in_flight"]
     assert [status for status, _ in fact["ends"]] == [6, 6], fact["ends"]
     assert "the disk is full or a quota is reached" in fact["ends"][0][1]
     assert lying(run) == ["latest", "step-00000020"]

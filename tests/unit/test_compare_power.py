@@ -35,7 +35,9 @@ def trial(
     return analyse(runs, None)
 
 
-@pytest.mark.parametrize(("kind", "mixed"), [("moderate", True), ("moderate", False), ("heavy", True), ("heavy", False)])
+@pytest.mark.parametrize(
+    ("kind", "mixed"), [("moderate", True), ("moderate", False), ("heavy", True), ("heavy", False)]
+)
 def test_a_configuration_against_itself_raises_at_most_two_alarms_in_forty(kind: str, mixed: bool) -> None:
     """Any of its three claims is an alarm."""
     draw = np.random.default_rng(0)

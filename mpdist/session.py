@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,9 @@ from mpdist.dist import on_first, pick_device, same_everywhere, start, stop
 from mpdist.drill import Drill
 from mpdist.env import environment
 from mpdist.errors import CheckpointError, Diverged, Preempted
+from mpdist.evaluation import mean_loss
 from mpdist.feed import Batch
+from mpdist.outcome import Outcome, Progressed
 from mpdist.precision import Decision, Reason
 from mpdist.record import moved, open_run, read_metrics, standing
 from mpdist.saver import Saver
@@ -41,32 +42,8 @@ if TYPE_CHECKING:
     from mpdist.worker import Seat
 
 
+_WIDER = {"fp16": " compute in bf16 or fp32,", "bf16": " compute in fp32,"}
 _OWN_KEYS = ("launch.address", "launch.port", "out_dir")  # what each node may name in its own way
-
-
-@dataclass
-class Progressed:
-    """Counters of the run, all ranks alike. window: the global window to attempt next, from 0."""
-
-    window: int = 0
-    label_tokens: int = 0
-    tokens: int = 0
-    slots: int = 0
-    saves: int = 0
-    fired: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """One attempt. loss: mean over the window's label tokens. stop: whether any rank was asked to stop."""
-
-    decision: Decision
-    loss: float
-    auxiliary: float
-    stop: bool
-    seconds: float  # rank 0's time inside windows
-    own_loss: torch.Tensor | None = None  # this rank's sum of token losses
-    save_failed: bool = False  # whether the save in flight has failed on any rank
 
 
 class Session:
@@ -328,9 +305,7 @@ class Session:
             self.say("\n  ".join(found.lines))
         if decision.exhausted:
             at = f" at a scale of {decision.scale:g}" if scaled else ""
-            wider = {"fp16": " compute in bf16 or fp32,", "bf16": " compute in fp32,"}.get(
-                self.cfg.precision.compute, ""
-            )
+            wider = _WIDER.get(self.cfg.precision.compute, "")
             raise Diverged(
                 f"{window.in_a_row} attempts in a row were skipped, the last for {decision.reason}, at step {window.step}",
                 f"precision.scale.patience = {window.patience} is used up{at}. {found.sentence}",
@@ -342,26 +317,10 @@ class Session:
         return self.parts.eval_feed is not None and (last or (every > 0 and self.parts.window.step % every == 0))
 
     def evaluate(self) -> None:
-        """Collective. Total loss over total label tokens of the first rows, whatever the number of ranks."""
-        feed, parts = self.parts.eval_feed, self.parts
-        assert feed is not None
-        with self.clock("eval"), torch.no_grad():
-            parts.module.eval()
-            one = torch.ones((), dtype=torch.float32, device=self.device)
-            total = torch.zeros((), dtype=torch.float64, device=self.device)
-            labels, step_rows = 0, feed.micro * feed.ranks
-            for begin in range(0, parts.eval_rows, step_rows):
-                # The first evaluation compiles the model once more.
-                self.seat.doing("compile" if self.evaluated is None and self.cfg.model.compile != "none" else "eval")
-                numbers = feed.order.window(begin // step_rows)[: parts.eval_rows - begin]
-                batch = feed.make(numbers)
-                micro = batch.micros[0]
-                total += parts.module(input_ids=micro.input_ids, position_ids=micro.position_ids, index=micro.index,
-                                      targets=micro.targets, factor=one)[1]  # fmt: skip
-                labels += batch.labels
-            dist.all_reduce(total)
-            loss = total.item() / labels if labels else math.nan
-            parts.module.train()
+        """Collective. See `evaluation.mean_loss`; the first evaluation compiles the model once more."""
+        parts, compiles = self.parts, self.evaluated is None and self.cfg.model.compile != "none"
+        with self.clock("eval"):
+            loss, labels = mean_loss(parts, self.device, lambda: self.seat.doing("compile" if compiles else "eval"))
         self.evaluated = parts.window.step, loss
         if not labels:
             self.warn(

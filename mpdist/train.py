@@ -18,9 +18,10 @@ import torch.distributed as dist
 
 from mpdist.feed import Batch
 from mpdist.optim import square_sum
+from mpdist.outcome import Outcome
 from mpdist.precision import Verdict
 from mpdist.probe import naming_the_uncertain
-from mpdist.session import Outcome, Session
+from mpdist.session import Session
 
 if TYPE_CHECKING:
     from mpdist.config import Resolved

@@ -21,7 +21,7 @@ from mpdist.commands.words import (
 _OF_A_CONFIG = ("ranks", "nodes", "memory", "gpu", "peak", "network", "suggest", "simulate", "overrides")
 
 
-def plan(argv: Sequence[str]) -> int:
+def _plan_parser() -> Parser:
     parser = Parser(
         "plan",
         "What follows from a configuration, without a GPU and without torch: bytes a rank by tensor class, the batch\n"
@@ -45,6 +45,11 @@ def plan(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--every-layer", action="store_true", help="with --simulate: play all blocks, not a few of many"
     )
+    return parser
+
+
+def plan(argv: Sequence[str]) -> int:
+    parser = _plan_parser()
     arguments = parse(parser, argv)
     if arguments.every_layer and not arguments.simulate:
         parser.error("--every-layer says how to --simulate")
@@ -84,7 +89,7 @@ def plan(argv: Sequence[str]) -> int:
     )
 
 
-def compare(argv: Sequence[str]) -> int:
+def _compare_parser() -> Parser:
     parser = Parser(
         "compare",
         "Runs beside each other, at matched steps and at matched seconds, each difference with its interval over seeds,\n"
@@ -132,7 +137,11 @@ def compare(argv: Sequence[str]) -> int:
         choices=("online", "offline"),
         help="make it a W&B run of its own, beside the runs and in their group",
     )
-    arguments = parse(parser, argv)
+    return parser
+
+
+def compare(argv: Sequence[str]) -> int:
+    arguments = parse(_compare_parser(), argv)
     from mpdist.compare import command
 
     return command.run(

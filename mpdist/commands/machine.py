@@ -21,7 +21,7 @@ from mpdist.commands.words import (
 from mpdist.errors import UsageError
 
 
-def doctor(argv: Sequence[str]) -> int:
+def _doctor_parser() -> Parser:
     parser = Parser(
         "doctor",
         "What is wrong, before anything is trained: findings, worst first, each with its cure. Without CONFIG of this\n"
@@ -52,45 +52,34 @@ def doctor(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.add_argument("--replay", nargs=2, metavar=("RUN", "STEP"), help="a run's folder, and a logged step of it")
     parser.add_argument("--report", metavar="FILE", help=argparse.SUPPRESS)  # from the process that starts the ranks
+    return parser
+
+
+# Options of `doctor`: those of ranks that it starts, and its ways to look.
+_OF_RANKS = ("ranks", "nodes", "node_rank", "memory")
+_LOOKS = ("html", "replay", "ops", "debug")
+
+
+def doctor(argv: Sequence[str]) -> int:
+    parser = _doctor_parser()
     arguments = parse(parser, argv)
-    given = [
-        f"--{n.replace('_', '-')}"
-        for n in ("ranks", "nodes", "node_rank", "memory")
-        if getattr(arguments, n) is not None
-    ]
+    given = [f"--{name.replace('_', '-')}" for name in _OF_RANKS if getattr(arguments, name) is not None]
+    looks = [f"--{name}" for name in _LOOKS if getattr(arguments, name) not in (None, False)]
+    if len(looks) > 1:
+        parser.error(f"{looks[0]} and {looks[1]} look at different things: give one of them")
+    if arguments.steps is not None and not arguments.debug:
+        parser.error("--steps goes with --debug")
     if arguments.html is not None:
-        if (
-            arguments.config is None
-            or given
-            or arguments.json
-            or arguments.replay
-            or arguments.overrides
-            or arguments.ops
-            or arguments.debug
-        ):
+        if arguments.config is None or given or arguments.json or arguments.overrides:
             parser.error("--html takes a run's folder alone: mpdist doctor RUN --html FILE")
         from mpdist import precision_html
 
         return precision_html.draw(arguments.config, arguments.html)
-    if arguments.ops and (arguments.config is None or arguments.replay is not None):
-        parser.error("--ops needs the CONFIG whose step is made")
-    if arguments.debug and (arguments.config is None or arguments.replay is not None or arguments.ops):
-        parser.error("--debug takes the CONFIG whose steps are made, without --ops and --replay")
-    if arguments.steps is not None and not arguments.debug:
-        parser.error("--steps goes with --debug")
-    memory = memory_of(arguments)
     if arguments.replay is not None:
-        from mpdist.doctor import command
-
-        folder, step = arguments.replay
-        if arguments.config is not None or given:
-            raise UsageError(f"mpdist doctor --replay with {arguments.config or given[0]}",
-                             "the run's own configuration and number of ranks are taken", "leave it out")  # fmt: skip
-        if not step.isdecimal() or not int(step):
-            raise UsageError(
-                f"mpdist doctor --replay {folder} {step}", "a step is a whole number from 1 on", "give one"
-            )
-        return command.replay(folder, int(step), as_json=arguments.json, report=arguments.report)
+        return _replay(arguments, given)
+    if looks and arguments.config is None:
+        parser.error(f"{looks[0]} needs the CONFIG whose steps are made")
+    memory = memory_of(arguments)
     resolved = load_config(arguments) if arguments.config is not None else None
     from mpdist.doctor import TRIAL_STEPS, command
 
@@ -106,6 +95,18 @@ def doctor(argv: Sequence[str]) -> int:
         ops=arguments.ops,
         debug=(arguments.steps or TRIAL_STEPS) if arguments.debug else None,
     )
+
+
+def _replay(arguments: argparse.Namespace, given: list[str]) -> int:
+    folder, step = arguments.replay
+    if arguments.config is not None or given:
+        raise UsageError(f"mpdist doctor --replay with {arguments.config or given[0]}",
+                         "the run's own configuration and number of ranks are taken", "leave it out")  # fmt: skip
+    if not step.isdecimal() or not int(step):
+        raise UsageError(f"mpdist doctor --replay {folder} {step}", "a step is a whole number from 1 on", "give one")
+    from mpdist.doctor import command
+
+    return command.replay(folder, int(step), as_json=arguments.json, report=arguments.report)
 
 
 def fetch(argv: Sequence[str]) -> int:

@@ -14,8 +14,9 @@ from mpdist.doctor.replay import Wanted
 from mpdist.drill import Drill
 from mpdist.errors import UsageError
 from mpdist.feed import Batch
+from mpdist.outcome import Outcome, Progressed
 from mpdist.record import RunDir
-from mpdist.session import Outcome, Progressed, Session
+from mpdist.session import Session
 from mpdist.worker import Seat
 
 if TYPE_CHECKING:

@@ -23,9 +23,10 @@ from mpdist.config.schema import Drill, Scale
 from mpdist.dist import on_first
 from mpdist.errors import Diverged, DoesNotFit, MpdistError
 from mpdist.feed import Batch
+from mpdist.outcome import Outcome
 from mpdist.precision import Reason
 from mpdist.record import RunDir
-from mpdist.session import Outcome, Session
+from mpdist.session import Session
 from mpdist.worker import Seat
 
 if TYPE_CHECKING:

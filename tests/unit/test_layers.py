@@ -87,6 +87,7 @@ LAYERS = {
     "simulate": 4,
     "preflight": 4,
     "resume": 4,
+    "evaluation": 4,
     "session": 4,
     "train": 4,
     "worker": 4,

@@ -190,6 +190,7 @@ class Session:
             resume.check_data(found, parts.facts["data"])
         own_rng = restore.load(found, parts.engine, parts.optimizer, parts.module)
         parts.window.load(state["window_state"])
+        self.telemetry.load(state.get("telemetry") if own else None)
         self.count = Progressed(**{**state["count"], "fired": self.count.fired})
         if own:
             self.saved_step = found.step
@@ -341,13 +342,12 @@ class Session:
             count.saves += 1
             number, attempt = count.saves, window.attempt
             self.saved_attempt = attempt
-            state = {
-                "step": window.step, "attempt": attempt, "window_state": window.state(),
+            state = {"step": window.step, "attempt": attempt, "window_state": window.state(),
                 "count": {**vars(count), "fired": []}, "clock": self.clock.table(), "wandb": self.tracker.id,
                 "session": self.run.session, "config_digest": self.resolved.digest(),
                 "identity": self.resolved.identity(), "data": parts.facts["data"],
                 "ranks": self.seat.world.ranks, "nodes": self.seat.world.nodes, "seed": self.cfg.seed,
-                "versions": self.versions,
+                "versions": self.versions, "telemetry": self.telemetry.state(),
             }  # fmt: skip
             if self.first:
                 self.run.event("save", window.step, attempt, reason="taken")

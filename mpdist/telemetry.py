@@ -99,6 +99,7 @@ class Telemetry:
         self._measuring = False
         self._columns: dict[str, Tensor] = {}  # [parts], FP64
         self._skipped: tuple[list[Tensor], dict[str, Tensor]] | None = None
+        self._carried: dict[str, list[float]] | None = None  # by layer, from the session before
         self._largest: Tensor | None = None  # [parts]
         self._before: list[Tensor] = []
 
@@ -108,7 +109,25 @@ class Telemetry:
         if measure:
             self._wire.sample()
         else:
-            self._skipped = None
+            self._skipped = self._carried = None
+
+    def state(self) -> dict[str, list[float]] | None:
+        """Collective where a measured attempt was skipped: sums over ranks, by layer, that the next step's row will tell."""
+        if self._skipped is None:
+            return self._carried
+        counts, wire = self._skipped
+        elements = [float(part.tensor.numel()) for part in self._parts]
+        columns = {"not_finite": torch.stack(counts).to(self._device).double(),
+                   "elements": torch.tensor(elements, dtype=torch.float64, device=self._device)}  # fmt: skip
+        if wire:
+            columns["wire_overflowed"] = self._by_part(wire)[:, 2]
+        sums = self._by_layer(columns)
+        dist.all_reduce(sums)
+        return dict(zip(columns, sums.T.tolist(), strict=True))
+
+    def load(self, state: dict[str, list[float]] | None) -> None:
+        """Of `state`, from the checkpoint that is gone on from."""
+        self._carried = state
 
     # -- of one attempt, on the device ------------------------------------------------------------------------------
 
@@ -122,6 +141,7 @@ class Telemetry:
         if not applied:
             self._wire.take_error()
             self._skipped = [torch.count_nonzero(g - g) for g in gradients], self._wire.take_lost()
+            self._carried = None
             return
         device = self._device
         norms = torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32)).to(device).double()
@@ -213,6 +233,11 @@ class Telemetry:
         self._look_at_updates()
         sums, largest, wire = self._summed()
         self._columns, self._largest = {}, None
+        if self._carried is not None:  # another number of ranks may hold the same elements more than once
+            ratio = sum(sums["elements"]) / sum(self._carried["elements"])
+            for name in {"not_finite", *sums} & self._carried.keys() - {"elements"}:
+                sums[name] = [count * ratio for count in self._carried[name]]
+            self._carried = None
         whole = {name: sum(column) for name, column in sums.items()}
         found = self._figures(whole, max(largest, default=0.0))
         if self._pure and whole["elements"]:
@@ -230,8 +255,7 @@ class Telemetry:
     def _summed(self) -> tuple[dict[str, list[float]], list[float], list[float]]:
         """Columns by layer, summed over ranks; the largest magnitudes; squares of the wire's error and of its result."""
         device, count = self._device, len(self.layers)
-        table = torch.stack(list(self._columns.values()), dim=1)
-        sums = torch.zeros(count, table.shape[1], dtype=torch.float64, device=device).index_add_(0, self._layer, table)
+        sums = self._by_layer(self._columns)
         error = self._wire.take_error()
         both = torch.zeros(2, dtype=torch.float64, device=device) if error is None else error.to(device)
         together = torch.cat([sums.view(-1), both])
@@ -244,6 +268,12 @@ class Telemetry:
             largest = top.tolist()
         values = together[:-2].view(count, -1).T.tolist()
         return dict(zip(self._columns, values, strict=True)), largest, together[-2:].tolist()
+
+    def _by_layer(self, columns: Mapping[str, Tensor]) -> Tensor:
+        """[layers, columns], of this rank."""
+        table = torch.stack(list(columns.values()), dim=1)
+        sums = torch.zeros(len(self.layers), table.shape[1], dtype=torch.float64, device=self._device)
+        return sums.index_add_(0, self._layer, table)
 
     def _figures(self, sums: Mapping[str, float], largest: float) -> dict[str, float]:
         """Of a layer or of all, from its sums; a share of nothing is left out."""

@@ -16,16 +16,18 @@ from mpdist.compare.tree import Comparison
 from mpdist.track import Tracker
 
 FOLDER, JOB = ".compare", "comparison"
+_FINISH_S = 120.0
 _AXES = {"steps": html_data.STEP, "tokens": html_data.TOKENS, "seconds": html_data.TIME}
 
 
 def show(found: Comparison, mode: str) -> None:
-    """mode: online or offline. Waits for W&B, at most as long as a run's end does."""
+    """mode: online or offline. Waits for W&B longer than a run's end does: no rank waits with it."""
     first = found.arms[0].runs[0]
     project, group = (first.values.get(f"track.wandb.{key}") for key in ("project", "group"))
     parent = first.path.parent
     tracker = Tracker(
         mode, project or "mpdist", f"comparison of {parent.name}", parent / FOLDER, group=group or parent.name, job=JOB,
+        finish_s=_FINISH_S,
         config={
             "treatment": list(found.treatment), "varied": list(found.varied), "against": found.reference, "seeds": list(found.seeds),
             "arms": {arm.name: [run.name for run in arm.runs] for arm in found.arms},

@@ -245,7 +245,7 @@ def windows(rank: int, cases: list[str]) -> dict[str, Any]:
 def first_ranks(ranks: int) -> dict[str, Any]:
     """What rank 0 saw in all cases of so many ranks."""
     cases = [case for case in CASES if asked_of(case).ranks == ranks]
-    return dict(worlds.run(windows, ranks, cases)[0])
+    return dict(worlds.run(windows, ranks, cases, timeout=1200)[0])
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -149,17 +150,17 @@ def job(state: str, start: float, end: float, **more: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        (job("RUNNING", -3300, 300), slurm.TIME_LIMIT),
-        (job("RUNNING", -600, 3000), None),
-        (job("RUNNING", -600, 20, PreemptTime=at(-1)), slurm.PREEMPTED),
-        (job("COMPLETING", -3600, 0), slurm.TIME_LIMIT),
-        (job("COMPLETING", -600, 0), slurm.CANCELLED),
-        (job("COMPLETING", -600, 0, Restarts="1"), slurm.QUEUED_AGAIN),
-        (job("RUNNING", -600, 0, EndTime="Unknown"), None),
+        (lambda: job("RUNNING", -3300, 300), slurm.TIME_LIMIT),
+        (lambda: job("RUNNING", -600, 3000), None),
+        (lambda: job("RUNNING", -600, 20, PreemptTime=at(-1)), slurm.PREEMPTED),
+        (lambda: job("COMPLETING", -3600, 0), slurm.TIME_LIMIT),
+        (lambda: job("COMPLETING", -600, 0), slurm.CANCELLED),
+        (lambda: job("COMPLETING", -600, 0, Restarts="1"), slurm.QUEUED_AGAIN),
+        (lambda: job("RUNNING", -600, 0, EndTime="Unknown"), None),
     ],
 )
-def test_why_a_job_ends(said: dict[str, str], why: str | None) -> None:
-    assert slurm.why_stopped(said, restart=0, lead=300) == why
+def test_why_a_job_ends(said: Callable[[], dict[str, str]], why: str | None) -> None:
+    assert slurm.why_stopped(said(), restart=0, lead=300) == why
 
 
 @pytest.mark.parametrize(

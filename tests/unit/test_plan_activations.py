@@ -176,8 +176,8 @@ def test_a_published_shape_is_planned_at_once(file: Path) -> None:
         began = time.process_time()
         for micro in (1, 2, 4, 8):
             ledger_of(replace(a, micro=micro), model)
-        assert once < 1.0, "a plan is asked for many times by a search"
-        assert time.process_time() - began < 0.25
+        assert once < 0.2
+        assert time.process_time() - began < 0.04
         assert all(row.formula and row.source for row in first.rows)
         assert {row.row for row in first.rows if row.error} >= {"activations", "logits", "comm"}
         exact = {row.row: row.error for row in first.rows if row.row in ("parameters", "moments", "buffers")}

@@ -6,6 +6,8 @@ for. Text that could hold a secret (the command line, a tracker's configuration)
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib.metadata
 import os
 import platform
@@ -14,6 +16,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from mpdist import slurm
@@ -66,7 +69,7 @@ def environment(devices: Sequence[str] = (), argv: Sequence[str] | None = None, 
         "pid": os.getpid(),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "versions": _versions(),
+        "versions": dict(_versions()),
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": _memory_bytes(),
@@ -84,14 +87,16 @@ def _command(argv: Sequence[str]) -> list[str]:
     return [word.replace("\0", " ") for word in text.split(" ")]
 
 
-def _versions() -> dict[str, str]:
+@functools.cache
+def _versions() -> Mapping[str, str]:
+    """As `importlib.metadata.version` tells them, which parses each package's whole description for it."""
     found = {}
     for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            distribution = importlib.metadata.distribution(name)
+            stated = re.search(r"^Version: *(\S+)", distribution.read_text("METADATA") or "", re.MULTILINE)
+            found[name] = stated[1] if stated else distribution.version
+    return MappingProxyType(found)
 
 
 def _cpu() -> str:

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
 
 # Where memory is asked for -> what it is for. A name may hold one function's own row behind a colon.
 _ROWS = {
@@ -76,8 +75,8 @@ class Gauge(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         self.now += 1
-        for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
-            if isinstance(tensor, Tensor) and not _wraps(tensor):
+        for tensor in _tensors(out):
+            if not _wraps(tensor):
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._open:
                     row, site = self._where(sys._getframe(1))
@@ -242,8 +241,18 @@ class Gauge(TorchDispatchMode):
 
 def _among(storage: Any, given: Any) -> bool:
     """Whether one of the tensors given lies in this storage."""
-    tensors = (t for t in tree_leaves(given) if isinstance(t, Tensor) and not _wraps(t))
-    return any(tensor.untyped_storage()._cdata == storage._cdata for tensor in tensors)
+    return any(t.untyped_storage()._cdata == storage._cdata for t in _tensors(given) if not _wraps(t))
+
+
+def _tensors(given: Any) -> Iterator[Tensor]:
+    """What an operation takes or returns holds them plainly or in lists; a general walk costs as much as the operation."""
+    if isinstance(given, Tensor):
+        yield given
+    elif isinstance(given, (list, tuple)):
+        for item in given:
+            yield from _tensors(item)
+    elif isinstance(given, dict):
+        yield from _tensors(list(given.values()))
 
 
 def _wraps(tensor: Any) -> bool:

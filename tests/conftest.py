@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # as tests/run.sh does, and before torch is there
+
 WORKERS = 6  # at most: each holds an interpreter with torch, and ranks of its own
 LONGEST_FIRST = {"slurm": 0, "shell": 1, "world": 2, "cpu": 3}  # folders; what is begun last should not be long
 

@@ -47,6 +47,8 @@ fi
 .venv/bin/python -m ruff format --check
 .venv/bin/python -m mypy
 
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # threads that wait for a core by spinning cost a busy machine a multiple
+
 # Several workers at once, then what judges time by itself. 5 says that no test was chosen, as in one of the two may be.
 run() {
     status=0

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from mpdist import arch, devices, model, plan, precision
+from mpdist.block_scale import BlockScale
 from mpdist.config import Config, Resolved
 from mpdist.data import Order, Rows, check_vocabulary, load_tokenizer, open_rows
 from mpdist.data.command import from_config
@@ -100,6 +101,7 @@ def assemble(resolved: Resolved, world: World, device: torch.device, say: Say) -
         model.compile_blocks(blocks)
     vocab = built.get_input_embeddings().weight.shape[0]  # type: ignore[operator]
     check_vocabulary(rows, vocab)
+    scales = _block_scales(cfg, built, blocks, device)
     way = model.give_loss(built, loss_chunk_rows(vocab, cfg.batch.micro * cfg.data.seq_len, cfg.memory.loss_chunk))
     policy = policy_of(cfg)
     wire, engine = engine_of(cfg, built, blocks, policy, world, device, mesh_of(cfg, world, device))
@@ -132,7 +134,7 @@ def assemble(resolved: Resolved, world: World, device: torch.device, say: Say) -
         "model_flops_per_token": flops, "peak_flops": _peak_flops(cfg, device, name),
     }  # fmt: skip
     return Parts(
-        module=engine.module, engine=engine, wire=wire, optimizer=optimizer, window=_window(cfg),
+        module=engine.module, engine=engine, wire=wire, optimizer=optimizer, window=_window(cfg, engine, scales),
         feed=Feed(rows, order, **ranks), eval_feed=Feed(eval_rows, eval_order, **ranks) if eval_rows is not None and eval_order else None,
         eval_rows=min(cfg.eval.rows, len(eval_rows)) if eval_rows is not None else 0,
         lr=schedule(cfg.optim.schedule, cfg.optim.lr, _warmup(cfg, span["horizon"]), span["horizon"]),
@@ -226,12 +228,25 @@ def _probe_gather(wire: Wire, compute: torch.dtype, device: torch.device) -> Non
                              str(error).splitlines()[0], "use precision.compute: fp32, or shard.engine: ddp") from error  # fmt: skip
 
 
-def _window(cfg: Config) -> precision.Window:
+def _block_scales(cfg: Config, built: nn.Module, blocks: list[nn.Module], device: torch.device) -> BlockScale | None:
+    if not cfg.precision.scale.per_block:
+        return None
+    if model.router_coefficient(built):
+        raise UsageError("precision.scale.per_block = true, but the model asks for a router loss",
+                         "that enters inside the blocks, at the window's scale and not at a block's",
+                         "take it out, or set output_router_logits to false in the model's config")  # fmt: skip
+    return BlockScale(built, blocks, device)
+
+
+def _window(cfg: Config, engine: Engine, scales: BlockScale | None) -> precision.Window:
     s = cfg.precision.scale
+    if scales is not None:
+        scales.take(engine.parts)
     mode = precision.scale_mode(s.mode, cfg.precision.compute, cfg.reduce.wire)
     return precision.Window(
         dynamic=mode == "dynamic", scale=1.0 if mode == "off" else s.init, growth=s.growth, backoff=s.backoff,
         interval=s.interval, floor=s.floor, patience=s.patience, retry=s.on_overflow == "retry", clip=cfg.optim.clip,
+        blocks=scales,
     )  # fmt: skip
 
 

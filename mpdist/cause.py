@@ -203,6 +203,8 @@ def _cure(cause: Cause, attempt: Attempt, lower: bool | None) -> str:
             text += (". In fp16 that is an overflow past 65504: compute in bf16 or keep that module in FP32 with"
                      " precision.keep_fp32")  # fmt: skip
         return text
+    if lower is None and attempt.decision.blocks:
+        return "the scale of the block where they arise has fallen, which may cure it"
     if lower is None:
         used = "it is at its lowest" if attempt.decision.scale != 1.0 else "there is none below 1"
         return f"a lower loss scale cannot cure it: {used}"

@@ -221,7 +221,7 @@ def give_loss(model: nn.Module, rows: int | Callable[[int], int]) -> str:
     """
     head: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None  # type: ignore[operator]
     base: Any = getattr(model, str(model.base_model_prefix), None) if hasattr(model, "base_model_prefix") else None
-    coefficient = _router_coefficient(model)
+    coefficient = router_coefficient(model)
     own = type(model).forward
     whole = functools.partial(own, model)
     options = {"use_cache": False} if takes(own, "use_cache") else {}
@@ -254,7 +254,7 @@ def give_loss(model: nn.Module, rows: int | Callable[[int], int]) -> str:
     return way
 
 
-def _router_coefficient(model: nn.Module) -> float:
+def router_coefficient(model: nn.Module) -> float:
     """What a mixture of experts multiplies its router loss by; 0 where its config does not ask for that loss."""
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config

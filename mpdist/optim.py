@@ -82,7 +82,12 @@ def schedule(kind: str, peak: float, warmup: int, horizon: int | None) -> Callab
     return lr
 
 
-def square_sum(gradients: list[Tensor]) -> Tensor:
-    """Sum of squares over all elements, FP64 scalar. Norms of single tensors are FP32 (or wider) whatever their dtype."""
-    norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
-    return torch.stack(norms).double().square_().sum()
+def square_sum(gradients: list[Tensor], scales: Tensor | None = None) -> Tensor:
+    """Sum of squares over all elements, FP64 scalar. Norms of single tensors are FP32 (or wider) whatever their dtype.
+
+    scales: [gradients] FP32, what each is divided by before.
+    """
+    norms = torch.stack(torch._foreach_norm(gradients, 2.0, dtype=torch.float32)).double()
+    if scales is not None:
+        norms = norms / scales.to(norms.device)
+    return norms.square_().sum()

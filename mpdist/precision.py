@@ -8,6 +8,8 @@ The window's rules, which hold for every engine because only this file knows the
 * Growth and back-off follow the rule of torch's GradScaler: `interval` applied windows in a row multiply the scale by
   `growth`; a window with non-finite gradients multiplies it by `backoff`, never below `floor`.
 * A window whose loss itself is non-finite says nothing about the scale, which stays; it is not tried again.
+* Blocks may have scales of their own inside the window's (mpdist.block_scale). Where they alone overflowed, theirs fall
+  and the window's stays.
 """
 
 from __future__ import annotations
@@ -15,14 +17,17 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from mpdist.errors import UsageError
+
+if TYPE_CHECKING:
+    from mpdist.block_scale import BlockScale
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WORDS = {dtype: word for word, dtype in DTYPES.items()}
@@ -111,10 +116,12 @@ class Reason(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """Sums over all ranks of one window, in FP64. loss: of token losses. squares: of scaled gradient elements."""
+    """Sums over all ranks of one window, in FP64. loss: of token losses. squares: of scaled gradient elements. blocks:
+    whether scales of blocks have fallen and nothing else is to blame."""
 
     loss: float
     squares: float
+    blocks: bool = False
 
 
 @dataclass(frozen=True)
@@ -129,13 +136,20 @@ class Decision:
     scale: float  # the scale that this attempt used
     scale_after: float
     exhausted: bool  # patience is used up: the run ends as diverged
+    blocks: bool = False  # scales of blocks have fallen instead of the window's
+
+    def told(self, scaled: bool) -> str:
+        """Of a skipped attempt: why it was, and with a scale what became of that."""
+        moved = "scales of blocks fall" if self.blocks else f"scale {self.scale:g} -> {self.scale_after:g}"
+        return f"{self.reason} ({moved})" if scaled else str(self.reason)
 
 
 @dataclass
 class Window:
     """The loss scale and the counters of attempts. All ranks hold the same values always.
 
-    dynamic: the scale moves. scale: 1.0 where it is off. patience: skips in a row that are borne.
+    dynamic: the scale moves. scale: 1.0 where it is off. patience: skips in a row that are borne. blocks: scales of blocks
+    inside this one, None without any; they move in either mode.
     """
 
     dynamic: bool
@@ -147,6 +161,7 @@ class Window:
     patience: int = 20
     retry: bool = True
     clip: float | None = None
+    blocks: BlockScale | None = None
     attempt: int = 0
     step: int = 0
     skipped: int = 0  # attempts skipped for non-finite values
@@ -165,11 +180,12 @@ class Window:
             self.losses += 1
             return self._skip(Reason.LOSS, used, retry=False)
         if not math.isfinite(verdict.squares):
-            if self.dynamic:
+            if self.dynamic and not verdict.blocks:
                 self.scale = max(used * self.backoff, self.floor)
                 self.good = 0
-            # At an unchanged scale the same window would end the same way.
-            return self._skip(Reason.GRADIENTS, used, retry=self.retry and self.scale != used)
+            # At unchanged scales the same window would end the same way.
+            retry = self.retry and (verdict.blocks or self.scale != used)
+            return self._skip(Reason.GRADIENTS, used, retry, verdict.blocks)
         self.step += 1
         self.in_a_row = 0
         if self.dynamic:
@@ -190,18 +206,18 @@ class Window:
         self.empty += 1
         return Decision(False, False, Reason.NO_LABELS, math.nan, 0.0, self.scale, self.scale, False)
 
-    def _skip(self, reason: Reason, used: float, retry: bool) -> Decision:
+    def _skip(self, reason: Reason, used: float, retry: bool, blocks: bool = False) -> Decision:
         self.skipped += 1
         self.in_a_row += 1
         exhausted = self.in_a_row >= self.patience
-        return Decision(False, retry, reason, math.nan, 0.0, used, self.scale, exhausted)
+        return Decision(False, retry, reason, math.nan, 0.0, used, self.scale, exhausted, blocks)
 
-    def state(self) -> dict[str, float | int]:
-        values = asdict(self)
-        return {key: values[key] for key in (*self._STATE, "dynamic")}
+    def state(self) -> dict[str, Any]:
+        own = {} if self.blocks is None else {"blocks": self.blocks.state()}
+        return {**{key: getattr(self, key) for key in (*self._STATE, "dynamic")}, **own}
 
-    def load(self, state: dict[str, float | int]) -> None:
-        """The counters of a checkpoint, and its scale where it moved there and moves here.
+    def load(self, state: dict[str, Any]) -> None:
+        """The counters of a checkpoint, and its scale where it moved there and moves here; the blocks' where both have some.
 
         A new run may begin from a checkpoint of another precision: a scale of 1 from there would lose FP16 gradients.
         """
@@ -209,6 +225,8 @@ class Window:
         for key in self._STATE:
             if moves or key not in ("scale", "good"):
                 setattr(self, key, type(getattr(self, key))(state[key]))
+        if self.blocks is not None and "blocks" in state:
+            self.blocks.load(state["blocks"])
 
 
 # Beyond this the scaled loss of one token leaves FP32's range too easily; GradScaler has no bound and reaches inf.

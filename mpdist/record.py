@@ -36,6 +36,8 @@ METRICS: dict[str, str] = {
     "train/aux_loss": "auxiliary loss of a mixture of experts, the window's mean",
     "scale/value": "loss scale that this step used",
     "scale/skipped": "attempts skipped so far",
+    "scale/block_min": "log2 of the smallest scale of a block that this step used (precision.scale.per_block)",
+    "scale/block_max": "log2 of the largest one",
     "eval/loss": "mean over the evaluation's label tokens, all ranks",
     "eval/perplexity": "exp(eval/loss)",
     "eval/label_tokens": "label tokens of the evaluation",

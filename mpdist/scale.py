@@ -26,12 +26,14 @@ FP16_MAX = 65504.0
 
 @dataclass
 class Health:
-    """One session's scale, attempt by attempt. dynamic: it moves. told: names of findings that were told before."""
+    """One session's scale, attempt by attempt. dynamic: it moves. told: names of findings that were told before. blocks: those
+    have scales of their own, whose headroom is always about the same."""
 
     dynamic: bool
     floor: float
     told: set[str] = field(default_factory=set)
     headroom: float | None = None  # powers of two to overflow, as measured last
+    blocks: bool = False
     _falls: deque[int] = field(default_factory=lambda: deque(maxlen=FALLS))
     _good: int = 0  # windows in a row without an overflow at the scale as it is
 
@@ -48,7 +50,7 @@ class Health:
             found.append(_again_and_again(step, after, number - self._falls[0] + 1))
         if overflow and step >= SETTLED and self._good >= SETTLED:
             found.append(_late(step, scale, self._good))
-        room = self.headroom
+        room = None if self.blocks else self.headroom
         if not overflow and step >= LONG and not skipped and room is not None and room >= WIDE:
             found.append(_too_low(step, scale, room, self.dynamic))
         self._good = 0 if overflow or after != scale else self._good + 1
@@ -62,7 +64,7 @@ def health_of(scale: Mapping[str, Any], run: Path) -> Health | None:
     if scale["mode"] == "off":
         return None
     told = {str(event["check"]) for event in events(run) if "check" in event}
-    return Health(scale["mode"] == "dynamic", scale["floor"], told)
+    return Health(scale["mode"] == "dynamic", scale["floor"], told, blocks=scale.get("per_block", False))
 
 
 def events(run: Path) -> list[dict[str, Any]]:
@@ -116,7 +118,7 @@ class Static:
 
 
 def best_static(rows: Iterable[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]) -> Static | None:
-    """From a run's metrics and events; None where no headroom was measured.
+    """From a run's metrics and events; None where no headroom was measured, or not that of one scale for all blocks.
 
     Activations' gradients are not measured and may be larger, so that an overflow bounds the scale, too: the scale stays
     a quarter of the smallest one that overflowed, rehearsed overflows among them.
@@ -124,7 +126,7 @@ def best_static(rows: Iterable[Mapping[str, Any]], events: Iterable[Mapping[str,
     largest = 0.0
     for row in rows:
         room, scale = row.get("precision/headroom_overflow"), row.get("scale/value")
-        if room is not None and scale:
+        if room is not None and scale and row.get("scale/block_max") is None:
             largest = max(largest, FP16_MAX / 2.0**room / scale)
     if not largest:
         return None

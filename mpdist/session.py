@@ -225,7 +225,7 @@ class Session:
         if self.health is None or decision.reason not in (None, Reason.GRADIENTS):
             return
         self.health.headroom = self.figures.get("precision/headroom_overflow", self.health.headroom)
-        overflow = decision.reason is Reason.GRADIENTS
+        overflow = decision.reason is Reason.GRADIENTS and not decision.blocks
         for found in self.health.attempt(
             window.attempt, window.step, window.skipped, decision.scale, decision.scale_after, overflow
         ):
@@ -285,9 +285,9 @@ class Session:
         self.watch_scale(decision)
         if self.first:
             self.run.event("skip", window.step, window.attempt, reason=str(decision.reason), loss=out.loss,
-                           scale=decision.scale, scale_after=decision.scale_after, window=batch.number)  # fmt: skip
-            moved_to = f" (scale {decision.scale:g} -> {decision.scale_after:g})" if scaled else ""
-            self.say(f"attempt {window.attempt} skipped: {decision.reason}{moved_to}")
+                           scale=decision.scale, scale_after=decision.scale_after, window=batch.number,
+                           **({"blocks": True} if decision.blocks else {}))  # fmt: skip
+            self.say(f"attempt {window.attempt} skipped: {decision.told(scaled)}")
         if decision.reason is Reason.NO_LABELS:
             self.warn(f"window {batch.number} has no label token; it is skipped and counted")
             return

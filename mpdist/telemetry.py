@@ -26,7 +26,8 @@ precision/by_layer            {name: [a number for each layer]} of these and of 
                               the session's env.json has the names of the layers
 
 Gradients are counted whole. What needs the masters of before the step (and the scale's headroom to underflow) looks at
-evenly spaced values, up to 16,384 of each parameter's part on a rank, so that no second copy of the masters is held.
+evenly spaced values, up to 16,384 of each parameter's part on a rank, so that no second copy of the masters is held. Where
+blocks have scales of their own (precision.scale.per_block), `scaled` is by that of the parameter's block as well.
 """
 
 from __future__ import annotations
@@ -131,8 +132,8 @@ class Telemetry:
 
     # -- of one attempt, on the device ------------------------------------------------------------------------------
 
-    def look(self, gradients: list[Tensor], scale: float, applied: bool) -> None:
-        """At the window's summed gradients, still scaled. No wait, no collective.
+    def look(self, gradients: list[Tensor], scale: float | Tensor, applied: bool) -> None:
+        """At the window's summed gradients, still scaled. scale: of all, or [parts]. No wait, no collective.
 
         Of a skipped attempt it is kept, until a step is applied, where values were not finite.
         """

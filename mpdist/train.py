@@ -91,21 +91,29 @@ def attempt(s: Session, batch: Batch) -> Outcome:
         return Outcome(window.close_empty(), math.nan, 0.0, agreed_stop(s), 0.0)
     number, coming = window.attempt + 1, window.step + 1
     s.telemetry.begin(coming % s.cfg.track.every == 0 or coming == parts.steps)
+    blocks = window.blocks
     loss, auxiliary = micros(s, batch, number, window.scale)
     if s.reach is not None:
         s.reach.check()
         s.reach = None
 
     gradients = engine.gradients()
-    squares, total, aux, stop, seconds, failed = exchange(s, square_sum(gradients), loss, auxiliary)
-    decision = window.close(Verdict(total, squares))
-    s.telemetry.look(gradients, decision.scale, decision.applied)
+    scales = None if blocks is None else blocks.of_parts()
+    fault = None if blocks is None else blocks.close(gradients)
+    found = exchange(s, square_sum(gradients, scales), loss, auxiliary, fault)
+    squares, total, aux, stop, seconds, failed, *fell = found
+    decision = window.close(Verdict(total, squares, sum(fell) > 0))
+    s.telemetry.look(gradients, decision.scale if scales is None else scales * decision.scale, decision.applied)
     if decision.applied:
-        if decision.factor != 1.0:
+        if blocks is not None:
+            blocks.unscale(gradients, decision.factor)
+        elif decision.factor != 1.0:
             torch._foreach_mul_(gradients, decision.factor)
         s.telemetry.hold()
         parts.optimizer.step(gradients, parts.lr(window.step))
         s.figures = s.telemetry.read()
+        if blocks is not None and s.figures:
+            s.figures |= blocks.figures()
         engine.refresh()
         if s.measure.due:
             s.write_ledger(gradients)
@@ -120,8 +128,10 @@ def micros(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Collective. A window's micro-batches, forward, backward and reduction, under one scale: (this rank's sum of token
     losses, its auxiliary loss), FP64. trace: of a window that is computed again; rehearsed faults strike again too."""
-    parts, engine = s.parts, s.parts.engine
+    parts, engine, blocks = s.parts, s.parts.engine, s.parts.window.blocks
     seed_window(s, batch.number)
+    if blocks is not None:
+        blocks.begin(again=trace is not None)
     factor = torch.full((), scale / batch.labels, dtype=torch.float32, device=s.device)
     loss = torch.zeros((), dtype=torch.float64, device=s.device)
     auxiliary = torch.zeros_like(loss)
@@ -147,6 +157,8 @@ def micros(
             objective, micro_loss = objective * math.nan, micro_loss * math.nan
         if s.reach is not None:
             s.reach.look(objective)
+            if blocks is not None:
+                blocks.look(objective, engine.leaves())
         if trace is not None:
             trace.forwarded(objective, micro_loss)
         s.measure.forwarded()
@@ -158,12 +170,16 @@ def micros(
     return loss, auxiliary
 
 
-def exchange(s: Session, squares: torch.Tensor, loss: torch.Tensor, auxiliary: torch.Tensor) -> list[float]:
-    """The window's one control exchange and one host wait: sums over ranks of what every decision needs."""
+def exchange(
+    s: Session, squares: torch.Tensor, loss: torch.Tensor, auxiliary: torch.Tensor, fault: torch.Tensor | None
+) -> list[float]:
+    """The window's one control exchange and one host wait: sums over ranks of what every decision needs. fault: whether
+    blocks' scales have fallen, None where they have none."""
     spent = s.clock.seconds("train") if s.first else 0.0
     mine = [float(s.seat.asked_to_stop is not None), spent, float(s.saver.failed)]
     own = torch.tensor(mine, dtype=torch.float64, device=s.device)
-    control = torch.cat([torch.stack([squares.to(s.device) / s.parts.engine.replicas, loss, auxiliary]), own])
+    more = [] if fault is None else [fault[None].double()]
+    control = torch.cat([torch.stack([squares.to(s.device) / s.parts.engine.replicas, loss, auxiliary]), own, *more])
     if s.seat.world.ranks > 1:
         dist.all_reduce(control)
     return control.tolist()

@@ -170,12 +170,22 @@ def _precision(v: _View) -> Iterator[MpdistError]:
 
 def _scale(v: _View) -> Iterator[MpdistError]:
     scale, mode = v.config.precision.scale, scale_mode(v.config)
+    if v.config.precision.compute != "fp16":
+        why = "every block's gradients fit into the range of what computes here"
+        yield from v.no_effect("precision.scale.per_block", why, "take it out, or compute in fp16")
+    elif scale.per_block and mode == "off":
+        why = "scales of blocks lie inside the window's, and there is none"
+        do = "take it out, or give precision.scale.mode: dynamic or static"
+        yield UsageError(v.show("precision.scale.per_block", "precision.scale.mode"), why, do)
+    elif scale.per_block and v.config.shard.engine == "deepspeed":
+        why = "deepspeed lays the gradients of all blocks end to end"
+        yield UsageError(v.show("precision.scale.per_block", "shard.engine"), why, "take it out, or engine fsdp2")
     if mode == "off":
         why = "there is no loss scale here" + (" (compute and wire are not fp16)" if scale.mode == "auto" else "")
         for name in ("init", "growth", "backoff", "interval", "floor", "on_overflow"):
             yield from v.no_effect(f"precision.scale.{name}", why, "take it out, or give precision.scale.mode: dynamic")
     elif mode == "static":
-        for name in ("growth", "backoff", "interval", "floor", "on_overflow"):
+        for name in ("growth", "backoff", "interval", "floor", *(() if scale.per_block else ("on_overflow",))):
             yield from v.no_effect(f"precision.scale.{name}", "a static scale never changes")
     elif scale.init < scale.floor:
         yield UsageError(
@@ -362,7 +372,7 @@ _RULES: tuple[tuple[Callable[[_View], Iterator[MpdistError]], tuple[str, ...]], 
     (_sources, ("data",)),
     (_batch, ("batch",)),
     (_precision, ("precision.compute", "precision.keep_fp32", "precision.master", "precision.tf32", "launch.device")),
-    (_scale, ("precision.scale", "precision.compute", "reduce.wire")),
+    (_scale, ("precision.scale", "precision.compute", "reduce.wire", "shard.engine")),
     (_engine, ("shard",)),
     (_engines_limits, ("shard.engine", "precision", "model.compile")),
     (_reduce, ("reduce",)),

@@ -165,6 +165,11 @@ class Scale(Section):
         "retry",
         description="retry the same window at the lower scale, so that no sample is lost; or go on to the next.",
     )
+    per_block: bool = Field(
+        False,
+        description="Whether each residual block has a dynamic scale of its own inside this one: for FP16 in deep models, "
+        "where one scale flushes the gradients of some blocks or overflows in others.",
+    )
 
 
 class Precision(Section):

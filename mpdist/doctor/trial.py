@@ -104,7 +104,7 @@ def computing(cfg: Config, compute: str) -> Config:
 
 
 def _off(cfg: Config) -> Scale:
-    return cfg.precision.scale.model_copy(update={"mode": "off"})
+    return cfg.precision.scale.model_copy(update={"mode": "off", "per_block": False})
 
 
 def _patient(scale: Scale) -> Scale:
@@ -169,7 +169,8 @@ class Trial(Session):
         self.told.first = out.loss if self.told.first is None else self.told.first
         super().skipped(out, batch, again)
         decision = out.decision
-        self._still = self._still + 1 if decision.scale_after >= decision.scale else 0
+        still = decision.scale_after >= decision.scale and not decision.blocks
+        self._still = self._still + 1 if still else 0
         if self._still >= UNSCALED and decision.reason is not Reason.NO_LABELS:
             raise Diverged(f"{self._still} attempts in a row were skipped, the last for {decision.reason}")
 

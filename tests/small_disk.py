@@ -23,14 +23,15 @@ import tiny
 import worlds
 from real_runs import Jobs, jobs_in
 
-STEPS, EVERY = 80, 20
+STEPS, EVERY = 40, 10
+BATCH = {"micro": 4, "global": 8}  # one micro-batch a rank: nothing here looks at more
 ROOM = "1500k"  # for one checkpoint of 660 KiB and what else a run leaves, not for a second one
 MORE = "6m"
 
 
 def config(folder: Path, name: str, **changes: Any) -> Path:
     save = {"every": EVERY, "keep": 3, **changes.pop("checkpoint", {})}
-    return tiny.config(folder, name=name, budget__steps=STEPS, checkpoint=save, **changes)
+    return tiny.config(folder, name=name, budget__steps=STEPS, batch=BATCH, checkpoint=save, **changes)
 
 
 class Disk:

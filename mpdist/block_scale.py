@@ -56,8 +56,8 @@ class BlockScale:
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], device: torch.device) -> None:
-        """Puts hooks on the blocks, outside of checkpointing and compilation; before an engine puts its own. Raises
-        UsageError where the model has no blocks, or two of them share a parameter."""
+        """Puts hooks on the blocks, outside of checkpointing and compilation, before an engine puts its own. Raises UsageError
+        where the model has no blocks, or two of them share a parameter."""
         if not blocks:
             raise UsageError(_KEY, "the model has no list of blocks", "take it out")
         known = {id(module): name for name, module in model.named_modules()}
@@ -68,13 +68,14 @@ class BlockScale:
         self._apart = False  # what runs before the blocks shares no weight with what runs behind them
         self._exponents = self._used = torch.zeros(len(blocks), dtype=torch.int32, device=device)
         self._peaks = torch.zeros(len(blocks) + 1, dtype=torch.float32, device=device)
+        # Of each trainable part: its name, whether this rank holds nothing of it, and its slot. That is its block, n for
+        # what runs behind the blocks, n + 1 for what runs before them at the window's scale.
         self._parts: list[str] = []
-        self._slots: list[
-            int
-        ] = []  # of each trainable part: its block; n: behind the blocks; n + 1: before them, or tied
+        self._empty: list[bool] = []
+        self._slots: list[int] = []
         for index, block in enumerate(blocks):
             block.register_forward_pre_hook(self._entering(index), with_kwargs=True)
-        blocks[-1].register_forward_hook(self._leaving)
+        self._last = blocks[-1]
         self.begin()
 
     def _block(self, parameter: str) -> int | None:
@@ -89,10 +90,19 @@ class BlockScale:
                                  "take it out, or compute in bf16")  # fmt: skip
 
     def take(self, parts: Sequence[Part]) -> None:
-        """The engine's parts, once it has made them."""
+        """The engine's parts, once it has made them and put its own hooks on the blocks."""
+        self._last.register_forward_hook(self._leaving)
         self._parts = [part.name for part in parts if part.trainable]
+        self._empty = [part.tensor.numel() == 0 for part in parts if part.trainable]
         owners = [self._block(name) for name in self._parts]
-        self._slots = [self._count if owner is None else owner for owner in owners]
+        self._place([self._count if owner is None else owner for owner in owners])
+
+    def _place(self, slots: list[int]) -> None:
+        self._slots = slots
+        held = [slot for slot, empty in zip(slots, self._empty, strict=True) if not empty]
+        every = torch.arange(self._count + 2, device=self._device)
+        self._of_parts = torch.tensor(slots, dtype=torch.int64, device=self._device)
+        self._own = torch.tensor(held, dtype=torch.int64, device=self._device)[None, :] == every[:, None]
 
     # -- forward and backward -----------------------------------------------------------------------------------
 
@@ -183,7 +193,8 @@ class BlockScale:
         front, tail = reached.get(-1, set()), reached[self._count]
         self._apart = not front & tail
         place = 0 if self._apart else self._count + 1
-        self._slots = [place if name in front else slot for name, slot in zip(self._parts, self._slots, strict=True)]
+        pairs = zip(self._parts, self._slots, strict=True)
+        self._place([place if name in front else slot for name, slot in pairs])
 
     def close(self, gradients: list[Tensor]) -> Tensor:
         """Collective. The scales of the next window, from this one's summed gradients, which stay as they are.
@@ -201,14 +212,11 @@ class BlockScale:
 
     def _largest(self, gradients: list[Tensor]) -> Tensor:
         """[n + 2]: the largest magnitude of each slot's gradients on this rank."""
-        held = [i for i, gradient in enumerate(gradients) if gradient.numel()]
+        held = [gradient for gradient, empty in zip(gradients, self._empty, strict=True) if not empty]
         if not held:
             return torch.zeros(self._count + 2, device=self._device)
-        norms = torch._foreach_norm([gradients[i] for i in held], math.inf, dtype=torch.float32)
-        sizes = torch.stack(norms).to(self._device)
-        slots = torch.tensor([self._slots[i] for i in held], device=self._device)
-        own = slots[None, :] == torch.arange(self._count + 2, device=self._device)[:, None]
-        return torch.where(own, sizes[None, :], 0.0).amax(dim=1)
+        sizes = torch.stack(torch._foreach_norm(held, math.inf, dtype=torch.float32)).to(self._device)
+        return torch.where(self._own, sizes[None, :], 0.0).amax(dim=1)
 
     def _factors(self) -> Tensor:
         """[n + 2] FP32: the scales of the slots."""
@@ -216,7 +224,7 @@ class BlockScale:
 
     def of_parts(self) -> Tensor:
         """[parts] FP32: what each trainable part's gradient is multiplied by, beside the window's scale."""
-        return self._factors()[torch.tensor(self._slots, device=self._device)]
+        return self._factors()[self._of_parts]
 
     def unscale(self, gradients: list[Tensor], factor: float) -> None:
         """Multiplies each gradient by factor / its block's scale, in place."""
@@ -258,8 +266,9 @@ def judge(peaks: Tensor, weights: Tensor, exponents: Tensor) -> tuple[Tensor, Te
     height = torch.stack(heights).amax(dim=0)
     wanted = _wanted(height, exponents)
     bad, bad_weights = ~torch.isfinite(peaks), ~torch.isfinite(weights)
-    # What a block's backward makes of a bad gradient says nothing about its own scale, but that it need not be lower.
-    spoilt = bad[:-1].int().flip(0).cummax(dim=0).values.flip(0) > 0
+    order = torch.arange(count, device=exponents.device)
+    # Below the block where it arose every gradient is bad, and nothing is known of what would fit there.
+    spoilt = (bad[None, :-1] & (order[None, :] >= order[:, None])).any(dim=1)
     fault = (spoilt | bad_weights[:count]) & ~bad[-1]
     lower = torch.minimum(wanted, exponents - FALL)
     well = ~(bad.any() | bad_weights.any())
@@ -274,7 +283,7 @@ def _wanted(height: Tensor, exponents: Tensor) -> Tensor:
     the nearest one above it goes that had some, if that is up."""
     count, seen = len(exponents), height > _NOTHING
     order = torch.arange(count, device=exponents.device)
-    above = torch.where(seen, order, count).flip(0).cummin(dim=0).values.flip(0)
+    above = torch.where(seen[None, :] & (order[None, :] >= order[:, None]), order[None, :], count).amin(dim=1)
     wanted = torch.cat([torch.where(seen, TARGET - height, exponents), torch.full_like(exponents[:1], -LARGEST)])[above]
     return torch.where(seen, wanted, torch.maximum(wanted, exponents))
 

@@ -103,7 +103,9 @@ def attempt(s: Session, batch: Batch) -> Outcome:
     found = exchange(s, square_sum(gradients, scales), loss, auxiliary, fault)
     squares, total, aux, stop, seconds, failed, *fell = found
     decision = window.close(Verdict(total, squares, sum(fell) > 0))
-    s.telemetry.look(gradients, decision.scale if scales is None else scales * decision.scale, decision.applied)
+    s.telemetry.look(
+        gradients, decision.scale if scales is None else scales.double() * decision.scale, decision.applied
+    )
     if decision.applied:
         if blocks is not None:
             blocks.unscale(gradients, decision.factor)

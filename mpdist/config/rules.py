@@ -177,6 +177,9 @@ def _scale(v: _View) -> Iterator[MpdistError]:
         why = "scales of blocks lie inside the window's, and there is none"
         do = "take it out, or give precision.scale.mode: dynamic or static"
         yield UsageError(v.show("precision.scale.per_block", "precision.scale.mode"), why, do)
+    elif scale.per_block and v.config.precision.master == "compute":
+        why = "unscaled gradients are FP16 here, and lose again what a block's scale has kept"
+        yield UsageError(v.show("precision.scale.per_block", "precision.master"), why, "take it out, or master: fp32")
     elif scale.per_block and v.config.shard.engine == "deepspeed":
         why = "deepspeed lays the gradients of all blocks end to end"
         yield UsageError(v.show("precision.scale.per_block", "shard.engine"), why, "take it out, or engine fsdp2")
@@ -372,7 +375,7 @@ _RULES: tuple[tuple[Callable[[_View], Iterator[MpdistError]], tuple[str, ...]], 
     (_sources, ("data",)),
     (_batch, ("batch",)),
     (_precision, ("precision.compute", "precision.keep_fp32", "precision.master", "precision.tf32", "launch.device")),
-    (_scale, ("precision.scale", "precision.compute", "reduce.wire", "shard.engine")),
+    (_scale, ("precision", "reduce.wire", "shard.engine")),
     (_engine, ("shard",)),
     (_engines_limits, ("shard.engine", "precision", "model.compile")),
     (_reduce, ("reduce",)),

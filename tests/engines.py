@@ -145,11 +145,8 @@ class Rig:
     def full(self, locals_: list[Any] | None = None) -> dict[str, Any]:
         """Masters (default), or other local tensors of the trainable parts, as whole tensors by name. Collective."""
         parts = self.engine.parts if locals_ is None else self.optimizer.parts
-        pairs = zip(parts, [p.tensor for p in parts] if locals_ is None else locals_, strict=True)
-        found = {}
-        for part, local in pairs:
-            found[part.name] = worlds.whole(part, local)
-        return found
+        held = [p.tensor for p in parts] if locals_ is None else locals_
+        return worlds.wholes(list(zip(parts, held, strict=True)))
 
 
 def rig(

@@ -76,7 +76,7 @@ class Job:
         while not ready():
             assert self.process.poll() is None, f"it ended with {self.process.returncode}:\n{self.out}\n{self.err}"
             assert time.monotonic() < deadline, f"it did not happen in time:\n{self.out}\n{self.err}"
-            time.sleep(0.01)
+            time.sleep(0.1 if self.session is None else 0.01)  # what is waited for early is the imports
 
     def end(self, bound_s: float = BOUND_S) -> int:
         """Its exit status. Fails if it does not end in time, or leaves a process behind."""

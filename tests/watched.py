@@ -172,7 +172,7 @@ def one(path: str) -> Seen:
 
 def whole(engine: Any) -> dict[str, Any]:
     """Collective. Masters by name, whole."""
-    return {part.name: worlds.whole(part, part.tensor) for part in engine.parts}
+    return worlds.wholes([(part, part.tensor) for part in engine.parts])
 
 
 def digest(engine: Any, optimizer: Any) -> str:

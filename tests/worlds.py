@@ -85,23 +85,24 @@ def run(
                 process.join()
 
 
-def whole(part: Any, local: Any) -> Any:
-    """Collective. The full tensor of which each rank holds the rows that its part names."""
+def wholes(held: list[tuple[Any, Any]]) -> dict[str, Any]:
+    """Collective. held: parts and what each rank holds of them, the rows that its part names. The full tensors by name."""
     import torch
     import torch.distributed as dist
 
     pieces: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(pieces, (part.start, local.detach().cpu()))
-    full = torch.empty(part.shape, dtype=local.dtype)
-    for start, piece in pieces:
-        if part.flat:
-            full.view(-1)[start : start + len(piece)] = piece
-            continue
-        if piece.dim() and len(piece):
-            full[start : start + len(piece)] = piece
-        elif not piece.dim():
-            full.copy_(piece)
-    return full
+    # As bytes: a pickled tensor is an archive of all that it is a view of.
+    mine = [bytearray(local.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()) for _, local in held]
+    dist.all_gather_object(pieces, [(part.start, data) for (part, _), data in zip(held, mine, strict=True)])
+    found = {}
+    for i, (part, local) in enumerate(held):
+        full = found[part.name] = torch.empty(part.shape, dtype=local.dtype)
+        rows = full.view(-1) if part.flat or not full.dim() else full.view(len(full), -1)
+        for start, data in (rank[i] for rank in pieces):
+            if data:
+                piece = torch.frombuffer(data, dtype=local.dtype).view(-1, *rows.shape[1:])
+                rows[start : start + len(piece)] = piece
+    return found
 
 
 def free_ports(count: int) -> list[int]:

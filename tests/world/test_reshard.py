@@ -95,11 +95,13 @@ def session_loaded(rank: int, paths: list[str], ports: list[int]) -> list[tuple[
             run = Session(resolved, Seat(resolved, world))
             assert run.set_up()
             engine, optimizer = run.parts.engine, run.parts.optimizer
-            state = {f"model.{part.name}": worlds.whole(part, part.tensor) for part in engine.parts}
+            parts = {"model": [(part, part.tensor) for part in engine.parts]}
             for i, part in enumerate(optimizer.parts):
                 for key, moment in optimizer.moments(i).items():
                     if key != "step":
-                        state[f"{key}.{part.name}"] = worlds.whole(part, moment)
+                        parts.setdefault(key, []).append((part, moment))
+            for kind, held in parts.items():
+                state |= {f"{kind}.{name}": tensor for name, tensor in worlds.wholes(held).items()}
             status, message = (run.preempted() if train.loop(run) else run.finished()), ""
         except MpdistError as error:
             status, message = error.status, str(error)

@@ -28,6 +28,8 @@ COMPARED = (
     "train/grad_norm",
     "train/lr",
     "scale/value",
+    "scale/block_min",
+    "scale/block_max",
     "train/label_tokens",
     "train/aux_loss",
     "attempt",

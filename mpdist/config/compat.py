@@ -67,12 +67,17 @@ class Differences:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> Differences:
-    """Compare the values (``Resolved.values()``) that a run directory holds with those asked for now."""
+    """Compare the values (``Resolved.values()``) that a run directory holds with those asked for now.
+
+    A setting that is younger than the directory makes no difference where it is left as it is by default.
+    """
     result = Differences()
     before, after = _flat(old), _flat(new)
     larger_budget = _only_more_budget(old, new)
     for key in [*before, *(k for k in after if k not in before)]:
         if key in before and key in after and before[key] == after[key]:
+            continue
+        if key not in before and _is_default(key, after[key]):
             continue
         difference = Difference(key, before.get(key), after.get(key))
         if _in(key, FREE) or (key.startswith("budget.") and larger_budget):
@@ -99,6 +104,13 @@ def changed(old: dict[str, Any], new: dict[str, Any], left_out: tuple[str, ...])
     before, after = _flat(old), _flat(new)
     keys = before.keys() | after.keys()
     return sorted(key for key in keys if before.get(key) != after.get(key) and not _in(key, left_out))
+
+
+def _is_default(key: str, value: Any) -> bool:
+    from mpdist.config.describe import find, show
+
+    known = find(tuple(key.split(".")))
+    return known is not None and known.kind == "value" and known.default == show(value)
 
 
 def _only_more_budget(old: dict[str, Any], new: dict[str, Any]) -> bool:

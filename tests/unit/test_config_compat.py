@@ -104,6 +104,15 @@ def test_what_changes_the_numbers_is_refused(good: Path, override: str) -> None:
     assert any(str(difference).startswith(override.split("=")[0]) for difference in found.refused)
 
 
+def test_a_setting_that_is_younger_than_the_directory_may_keep_its_default(good: Path) -> None:
+    old, new = load(good).values(), load(good).values()
+    del old["optim"]["clip"], old["precision"]["scale"]["interval"]
+    assert differences(old, new).allowed
+    new["optim"]["clip"] = 0.5
+    found = differences(old, new)
+    assert [str(d) for d in found.refused] == ["optim.clip: null -> 0.5"]
+
+
 def test_a_difference_reads_well(good: Path) -> None:
     assert [str(d) for d in compare(good, [], ["optim.clip=null", "seed=1"]).refused] == [
         "seed: 0 -> 1",

@@ -200,9 +200,6 @@ class Play:
 
     # -- what is said of it -------------------------------------------------------------------------------------------
 
-    def scenes(self) -> Iterator[Scene]:
-        raise NotImplementedError
-
     def common_texts(self) -> dict[str, str]:
         a, asked = self.a, self.asked
         kept = ", ".join(f"{count} blocks x {size:,} B" for size, count in _counts(b.kept for b in a.blocks))

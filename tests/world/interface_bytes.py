@@ -22,7 +22,7 @@ import engines  # noqa: E402
 import worlds  # noqa: E402
 
 SIZE = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4}
-STEPS = 3
+STEPS = 2
 
 
 def loopback_up() -> None:
@@ -50,7 +50,7 @@ def _count(step: Any) -> int:
 
 
 def ours(rank: int, options: dict[str, Any]) -> tuple[int, int]:
-    rows = engines.draw(4, 16)
+    rows = engines.draw(4, 4)
     rig = engines.rig(rank, **options, **SIZE)
     count = _count(lambda: rig.attempt(rows, 2))
     rig.wire.bytes.take()
@@ -80,7 +80,7 @@ def plain(rank: int) -> tuple[int, int]:
     for param in model.parameters():
         torch.nn.init.normal_(param._local_tensor, std=0.02)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    part = next(engines.cut(engines.draw(4, 16), 2, 2, rank))
+    part = next(engines.cut(engines.draw(4, 4), 2, 2, rank))
 
     def step() -> None:
         model(input_ids=part.ids).logits.float().mean().backward()

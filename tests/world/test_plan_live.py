@@ -18,12 +18,12 @@ pytestmark = pytest.mark.world
 
 MODEL: dict[str, Any] = {
     "model_type": "llama",
-    "hidden_size": 128,  # where a CPU has no 16-bit units, its products are slow
-    "intermediate_size": 256,
+    "hidden_size": 64,  # where a CPU has no 16-bit units, its products are slow
+    "intermediate_size": 128,
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "vocab_size": 512,
+    "vocab_size": 256,
     "max_position_embeddings": 256,
 }
 TOKENS = 128
@@ -186,7 +186,7 @@ def planned_states(asked: Asked, shape: arch.Arch) -> dict[str, int]:
 
 BASE = {"micro": 4, "seq_len": TOKENS, "device": "cpu", "attention": "sdpa"}
 ZERO = {"engine": "deepspeed", "attention": "sdpa"}
-SMALL = 50_000  # elements of a bucket: less than the embedding, more than a block's matrices
+SMALL = 12_500  # elements of a bucket: less than the embedding, more than a block's matrices
 CASES: dict[str, tuple[dict[str, Any], int]] = {
     "ddp, fp32": ({"ranks": 2, "global_": 8, "engine": "ddp", "stage": 0, "compute": "fp32"}, 1),
     "ddp, bf16, bf16 wire": ({"ranks": 2, "global_": 16, "engine": "ddp", "stage": 0, "wire": "bf16"}, 1),
@@ -273,7 +273,8 @@ def test_a_window_hands_over_the_planned_bytes_and_peaks_where_planned(
     assert total == pytest.approx(peak, rel=0.05 if asked.engine == "deepspeed" else 0.01)
     if asked.engine == "deepspeed":  # which makes buffers of its own, and nothing else may be left of them
         gone = {"overhead", "snapshot"} | ({"gradients"} if asked.stage < 3 else set())
-        assert sum(row.rest_bytes for row in found if row.row not in gone) == pytest.approx(rest, rel=0.002)
+        left = sum(row.rest_bytes for row in found if row.row not in gone)
+        assert left == pytest.approx(rest, rel=0.002, abs=8192), "but for a micro-batch's ids and the like"
 
 
 # A vocabulary that no number of ranks divides, a third of it frozen or tied, and norms of fewer elements than ranks.

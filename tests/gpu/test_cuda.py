@@ -45,6 +45,49 @@ def test_fp16_skips_and_resumes_exactly(tmp_path: Path, engine: str) -> None:
     assert same(parts.weights(), whole.weights())
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_scales_of_blocks_are_those_of_the_cpu(tmp_path: Path, engine: str) -> None:
+    """Two may differ by 1 where a largest magnitude lies at a power of two."""
+    half = {"compute": "fp16", "scale": {"per_block": True}}
+    host = train(tmp_path, 1, name="host", shard=ENGINES[engine], precision=half)
+    device = train(tmp_path, 1, name="device", shard=ENGINES[engine], precision=half, launch=CUDA)
+    assert device.status == 0, device.message
+    assert device.column("train/loss") == pytest.approx(host.column("train/loss"), rel=1e-3)
+    for name in ("scale/block_min", "scale/block_max"):
+        assert device.column(name) == pytest.approx(host.column(name), abs=1)
+
+
+def test_a_window_with_scales_of_blocks_never_waits_for_the_device() -> None:
+    from torch import nn
+
+    from mpdist.block_scale import BlockScale
+    from mpdist.shard import Part
+
+    made = nn.Sequential(nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])).half().cuda()
+    blocks = list(made[0])
+    scales = BlockScale(made, blocks, torch.device("cuda"))
+    scales.take([Part(name, p.data, tuple(p.shape), 0, True) for name, p in made.named_parameters()])
+    hidden = torch.ones(4, 8, dtype=torch.float16, device="cuda", requires_grad=True)
+    seen = []
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(2):
+            scales.begin()
+            x = hidden * 1
+            for block in blocks:
+                x = block(x)
+            x.float().square().mean().backward()
+            gradients = [p.grad.float() for p in made.parameters()]
+            fault = scales.close(gradients)
+            scales.unscale(gradients, 0.5)
+            seen.append(scales.of_parts())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert fault.item() == 0
+    assert seen[0].tolist() == [1.0] * 6
+    assert seen[1].tolist() == [2.0] * 6
+
+
 def test_bf16_ledger_counts_device_memory(tmp_path: Path) -> None:
     run = train(tmp_path, 1, launch=CUDA, precision={"compute": "bf16"})
     peak = next(row for row in run.ledger() if row["row"] == "peak")

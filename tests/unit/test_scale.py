@@ -49,6 +49,7 @@ def test_each_fault_has_its_name() -> None:
     assert told([True] * 1500, headroom=9.0, dynamic=False) == {"scale too low to matter": 1000}
     assert told([True] * 1500, headroom=3.0) == {}
     assert told([True] * 1500) == {}  # nobody has measured how much room there is
+    assert told([True] * 1500, headroom=9.0, health=Health(True, 1.0, blocks=True)) == {}  # theirs is that of blocks
 
 
 def test_what_was_told_before_a_resume_is_not_told_again() -> None:
@@ -73,3 +74,4 @@ def test_the_best_static_scale_leaves_room_to_what_was_seen() -> None:
     assert (bounded.scale, bounded.overflowed) == (16384.0, 65536.0)
     assert "2^14 = 16384" in str(bounded)
     assert best_static([{"scale/value": 1.0}], events) is None
+    assert best_static([{**row, "scale/block_max": 0.0} for row in rows], events) is None  # the room is that of blocks

@@ -129,7 +129,7 @@ class Cluster:
         while (state := self.state(job)) not in wanted:
             if time.monotonic() > deadline or (state in final and states):
                 raise Failed(f"job {job} is {state}, not {' or '.join(wanted)}\n{self.output(job)}")
-            time.sleep(0.25)
+            time.sleep(0.5)
         return state
 
     def hurry(self, job: str, restart: int, timeout: float = 180, **update: str) -> None:
@@ -139,10 +139,10 @@ class Cluster:
         `scontrol update` is to change first.
         """
         deadline = time.monotonic() + timeout
-        while self.restarts(job) < restart or self.state(job) == "COMPLETING":
-            if time.monotonic() > deadline or self.state(job) in ("COMPLETED", "FAILED", "CANCELLED"):
-                raise Failed(f"job {job} is {self.state(job)}, not queued again\n{self.output(job)}")
-            time.sleep(0.25)
+        while int((known := self.job(job))["Restarts"]) < restart or known["JobState"] == "COMPLETING":
+            if time.monotonic() > deadline or known["JobState"] in ("COMPLETED", "FAILED", "CANCELLED"):
+                raise Failed(f"job {job} is {known['JobState']}, not queued again\n{self.output(job)}")
+            time.sleep(0.5)
         if self.state(job) == "PENDING":  # after the loss of a node it may not have to wait
             time.sleep(2)
             changes = [f"{key}={value}" for key, value in update.items()]

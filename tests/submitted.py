@@ -49,10 +49,12 @@ def step_of(run: Path) -> int:
 
 def until_step(cluster: Cluster, job: str, run: Path, step: int, timeout: float = LONG_S) -> int:
     """Wait until the run has made this step; which it has made by then. Raises Failed if the job ends before."""
-    deadline = time.monotonic() + timeout
+    deadline, asked = time.monotonic() + timeout, time.monotonic()
     while (made := step_of(run)) < step:
-        if time.monotonic() > deadline or cluster.state(job) in ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL"):
-            raise Failed(f"job {job} is {cluster.state(job)} at step {made}\n{cluster.output(job)}")
+        if (now := time.monotonic()) > asked + 2.0:  # Slurm is asked seldom: each answer costs two processes' time
+            asked = now
+            if now > deadline or cluster.state(job) in ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL"):
+                raise Failed(f"job {job} is {cluster.state(job)} at step {made}\n{cluster.output(job)}")
         time.sleep(0.1)
     return made
 

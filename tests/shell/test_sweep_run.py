@@ -22,7 +22,7 @@ from mpdist.sweep_file import read
 pytestmark = pytest.mark.world
 
 ORDER = ["fp32-seed0", "bf16-seed0", "bf16-seed1", "fp32-seed1"]
-STEPS = 60  # some seconds, so that a signal finds the third run at work
+STEPS = 40  # some seconds, so that a signal finds the third run at work
 
 
 @dataclass
@@ -48,7 +48,7 @@ def seen(job: Job, home: Path) -> dict[str, Any]:
 def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     folder = tmp_path_factory.mktemp("sweep")
     held_out = tiny.write_text(folder / "held_out.jsonl", 30, 7)
-    config = tiny.config(folder, name="s", budget__steps=STEPS, eval__every=30, eval__rows=8, data__eval=[{"path": str(held_out)}],
+    config = tiny.config(folder, name="s", budget__steps=STEPS, eval__every=20, eval__rows=8, data__eval=[{"path": str(held_out)}],
                          checkpoint__every=10, checkpoint__keep=2)  # fmt: skip
     home = folder / "runs" / "s"
     words = [sys.executable, "-m", "mpdist.cli", "sweep", str(config), "--vary", "precision.compute=fp32,bf16"]

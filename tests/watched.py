@@ -103,6 +103,42 @@ def session_each(
     return found
 
 
+def session_loaded(rank: int, paths: list[str], ports: list[int]) -> list[tuple[int, str, dict[str, Any]]]:
+    """Sessions one after another: status, message, and the whole state right after it was loaded, by its name."""
+    from mpdist import train
+    from mpdist.config import load
+    from mpdist.dist import stop
+    from mpdist.errors import MpdistError
+    from mpdist.session import Session
+    from mpdist.worker import Seat
+    from mpdist.world import from_env
+
+    found: list[tuple[int, str, dict[str, Any]]] = []
+    for path, port in zip(paths, ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        world = from_env(os.environ)
+        assert world is not None
+        state: dict[str, Any] = {}
+        try:
+            resolved = load(path, [])
+            run = Session(resolved, Seat(resolved, world))
+            assert run.set_up()
+            engine, optimizer = run.parts.engine, run.parts.optimizer
+            parts = {"model": [(part, part.tensor) for part in engine.parts]}
+            for i, part in enumerate(optimizer.parts):
+                for key, moment in optimizer.moments(i).items():
+                    if key != "step":
+                        parts.setdefault(key, []).append((part, moment))
+            for kind, held in parts.items():
+                state |= {f"{kind}.{name}": tensor for name, tensor in worlds.wholes(held).items()}
+            status, message = (run.preempted() if train.loop(run) else run.finished()), ""
+        except MpdistError as error:
+            status, message = error.status, str(error)
+            stop()
+        found.append((status, message, state))
+    return found
+
+
 def one(path: str) -> Seen:
     """One session in this process."""
     from mpdist import train

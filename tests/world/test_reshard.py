@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -74,42 +73,6 @@ def runs(folder: Path) -> dict[str, dict[str, Any]]:
 NAMES = ("97", "96", "one", "half")
 
 
-def session_loaded(rank: int, paths: list[str], ports: list[int]) -> list[tuple[int, str, dict[str, Any]]]:
-    """Sessions one after another: status, message, and the whole state right after it was loaded, by its name."""
-    from mpdist import train
-    from mpdist.config import load
-    from mpdist.dist import stop
-    from mpdist.errors import MpdistError
-    from mpdist.session import Session
-    from mpdist.worker import Seat
-    from mpdist.world import from_env
-
-    found: list[tuple[int, str, dict[str, Any]]] = []
-    for path, port in zip(paths, ports, strict=True):
-        os.environ["MASTER_PORT"] = str(port)
-        world = from_env(os.environ)
-        assert world is not None
-        state: dict[str, Any] = {}
-        try:
-            resolved = load(path, [])
-            run = Session(resolved, Seat(resolved, world))
-            assert run.set_up()
-            engine, optimizer = run.parts.engine, run.parts.optimizer
-            parts = {"model": [(part, part.tensor) for part in engine.parts]}
-            for i, part in enumerate(optimizer.parts):
-                for key, moment in optimizer.moments(i).items():
-                    if key != "step":
-                        parts.setdefault(key, []).append((part, moment))
-            for kind, held in parts.items():
-                state |= {f"{kind}.{name}": tensor for name, tensor in worlds.wholes(held).items()}
-            status, message = (run.preempted() if train.loop(run) else run.finished()), ""
-        except MpdistError as error:
-            status, message = error.status, str(error)
-            stop()
-        found.append((status, message, state))
-    return found
-
-
 @pytest.fixture(scope="module")
 def moved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Result, Result, list[dict[str, Any]]]]:
     """Of each run: uninterrupted on two ranks, moved along the chain, and the states that the chain's links loaded."""
@@ -125,7 +88,7 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Result, R
                 folder, **run, shard=shard, budget__steps=2 * link + 2, checkpoint={"every": 0, "keep": 9}
             )
             paths.append(str(made.rename(folder / f"{name}-{link}.yaml")))
-        by_rank = worlds.run(session_loaded, ranks, paths, worlds.free_ports(len(paths)))
+        by_rank = worlds.run(watched.session_loaded, ranks, paths, worlds.free_ports(len(paths)))
         for name, (status, message, state) in zip(todo, by_rank[0], strict=True):
             assert status == 0, message
             loaded[name].append(state)

@@ -20,6 +20,7 @@ HARD: dict[str, Any] = {
     "drill": {"overflow_at": {"attempts": [2, 9, 10, 17], "rank": 1}},
     "optim": {"lr": 1e-2, "warmup": 3, "schedule": "cosine"},
     "data__packing": "best_fit",
+    "data__seq_len": 32,
     "budget__steps": 20,
 }
 

@@ -97,6 +97,8 @@ def kill_in_attempt(strike: Strike) -> None:
 def test_killed_at_random_moments_and_resumed_equals_the_uninterrupted_run(tmp_path: Path, name: str) -> None:
     base: dict[str, Any] = {
         "model__config": {**LLAMA, "attention_dropout": 0.1},
+        "data__seq_len": 32,
+        "batch": {"micro": 4, "global": 8},
         "budget__steps": STEPS,
         "optim": {"lr": 1e-2, "warmup": 3, "schedule": "cosine"},
         "checkpoint": {"every": 2, "keep": 2},

@@ -22,9 +22,10 @@ fi
 wanted=$(cat pyproject.toml constraints.txt | cksum)
 if [ "$(cat .venv/tests-installed 2>/dev/null)" != "$wanted" ]; then
     .venv/bin/python -m pip install --quiet -e '.[test]' -c constraints.txt
-    .venv/bin/python -m compileall -q mpdist  # pip compiles what it copies, and an editable install copies nothing
     echo "$wanted" >.venv/tests-installed
 fi
+# What is not installed by copying nobody has compiled, and many processes are to start from it.
+.venv/bin/python -m compileall -q mpdist tests
 
 # The plan's picture is looked at in a real browser. Where none is and none can be had, those tests skip and say so.
 browser=""

@@ -151,12 +151,16 @@ def test_what_is_needed_is_fetched_once_and_nothing_else(
     assert not [line for line in server.asked if "model.safetensors" in line and line.startswith("GET")]
 
 
-def test_a_rank_trains_from_what_was_fetched_without_opening_a_socket(fetched: Shell, config: Path) -> None:
+def test_a_rank_trains_from_what_was_fetched_and_prepared_without_opening_a_socket(
+    fetched: Shell, config: Path
+) -> None:
+    assert fetched.run("prepare", config).returncode == 0
     done = fetched.run(config, **alone(HF_ENDPOINT=NOWHERE))
     assert done.returncode == 0, done.stderr
     assert fetched.called == []
     assert "each rank reads its rows" in (fetched.folder / "runs/run/sessions/0001/env.json").read_text()
     assert json.loads((fetched.folder / "runs/run/status.json").read_text())["step"] == 2
+    assert len([p for p in (fetched.folder / "runs/.data").iterdir() if p.is_dir()]) == 1, "it was found prepared"
 
 
 @pytest.mark.parametrize(
@@ -170,13 +174,6 @@ def test_so_it_does_with(fetched: Shell, config: Path, settings: list[str]) -> N
     done = fetched.run(config, *settings, **alone(HF_ENDPOINT=NOWHERE))
     assert done.returncode == 0, done.stderr
     assert fetched.called == []
-
-
-def test_prepared_on_the_login_node_is_found_prepared_by_the_rank(fetched: Shell, config: Path) -> None:
-    assert fetched.run("prepare", config).returncode == 0
-    done = fetched.run(config, **alone(HF_ENDPOINT=NOWHERE))
-    assert done.returncode == 0, done.stderr
-    assert len([p for p in (fetched.folder / "runs/.data").iterdir() if p.is_dir()]) == 1
 
 
 @pytest.mark.parametrize("way", ["fetch", "prepare", "launch", "rank"])

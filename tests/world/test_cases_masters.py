@@ -53,14 +53,20 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def _from(folder: Path, **changes: Any) -> dict[str, Any]:
-    return {"model": {"path": str(folder)}, "data__tokenizer": "bytes", "budget__steps": 5, **changes}
+    return {
+        "model": {"path": str(folder)},
+        "data__tokenizer": "bytes",
+        "data__seq_len": 32,
+        "budget__steps": 3,
+        **changes,
+    }
 
 
 @pytest.fixture(scope="module")
 def runs(
     folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[tuple[str, str, str], watched.Watched]:
-    """(file, engine, compute) -> a run of 5 steps on 2 ranks."""
+    """(file, engine, compute) -> a run of 3 steps on 2 ranks."""
     asked = [(file, "fsdp2-3", "bf16") for file in FILES]
     asked += [(file, "fsdp2-3", "fp16") for file in ("fp16", "mixed")]
     asked += [("bf16", shard, "bf16") for shard in SHARDS if shard != "fsdp2-3"]

@@ -23,10 +23,13 @@ SHARDS: dict[str, dict[str, Any]] = {
 OVERFLOW = {"attempts": [1, 2, 6], "rank": 1}
 
 
+HALF: dict[str, Any] = {"precision__compute": "fp16", "data__seq_len": 32}  # short: 16-bit products may be slow
+
+
 @pytest.fixture(scope="module")
 def drilled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, watched.Watched]:
     """FP16, overflows rehearsed at attempts 1, 2 and 6 on rank 1, 7 steps, on every engine; and variants of it."""
-    normal = {"precision__compute": "fp16", "budget__steps": 7, "drill__overflow_at": OVERFLOW}
+    normal = {**HALF, "budget__steps": 7, "drill__overflow_at": OVERFLOW}
     changes = [{**normal, **shard, "name": name} for name, shard in SHARDS.items()]
     for name in ("ddp", "fsdp2-3"):
         changes.append({**normal, **SHARDS[name], "name": f"{name}-unfused", "optim__fused": False})
@@ -126,7 +129,7 @@ def test_c04_one_unscale_a_window_also_in_the_short_last_one(
 
 @pytest.fixture(scope="module")
 def hopeless(tmp_path_factory: pytest.TempPathFactory) -> dict[str, watched.Watched]:
-    half, forever = {"precision__compute": "fp16"}, {"drill__overflow_at": {"attempts": list(range(1, 60)), "rank": 1}}
+    half, forever = HALF, {"drill__overflow_at": {"attempts": list(range(1, 60)), "rank": 1}}
     nan = {"drill__nan_loss_at": {"attempts": "all", "rank": 1}, "precision__scale__patience": 4}
     changes = [
         {**half, **forever, "name": "floor"},
@@ -310,7 +313,7 @@ def test_c13_the_scale_does_not_know_about_restarts(tmp_path: Path, name: str) -
     """Growth every 3 windows, overflows at attempts 4, 9 and 15: 20 steps, against 20 with a stop at attempt 12."""
     normal = {
         **SHARDS[name],
-        "precision__compute": "fp16",
+        **HALF,
         "precision__scale__interval": 3,
         "budget__steps": 20,
         "drill__overflow_at": {"attempts": [4, 9, 15], "rank": 1},

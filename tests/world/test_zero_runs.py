@@ -111,7 +111,8 @@ def test_a_run_moves_between_engines_stages_and_numbers_of_ranks(tmp_path: Path)
 
 
 def test_killed_in_a_save_and_resumed_equals_the_uninterrupted_run(tmp_path: Path) -> None:
-    base: dict[str, Any] = {**HARD, "shard": ENGINES["zero-3"], "eval": {}, "checkpoint": {"every": 2}}
+    base: dict[str, Any] = {**HARD, "shard": ENGINES["zero-3"], "eval": {}, "memory": {}, "checkpoint": {"every": 2},
+                            "budget__steps": 5}  # fmt: skip
     whole = train(tmp_path, 2, **base, name="whole")
     kill = {"kill_at": {"attempt": 7, "rank": 1, "phase": "save"}}
     with pytest.raises(AssertionError, match=r"died|failed"):

@@ -61,7 +61,7 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 def test_c45_c50_checkpointing_changes_no_bit(tmp_path: Path, engine: str) -> None:
     """Loss, gradients (by their moments) and weights of two steps in BF16, with dropout and half of the layers frozen;
     once in FP32 with all of it trained."""
-    base = {**ENGINES[engine], "budget__steps": 2, "precision__compute": "bf16",
+    base = {**ENGINES[engine], "budget__steps": 2, "precision__compute": "bf16", "data__seq_len": 32,
             "model": {"config": DROPOUT, "freeze": FROZEN}}  # fmt: skip
     full = {"precision__compute": "fp32", "model": {"config": DROPOUT}}
     sets: list[dict[str, Any]] = [{}, full] if engine == "fsdp2-3" else [{}]

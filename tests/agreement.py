@@ -178,7 +178,8 @@ def train(rank: int, case: Case, engine: str, fault: str = "") -> list[Course]:
     courses = []
     for seed in range(case.seeds):
         made.window = copy.copy(window)
-        restart(made, case, seed)
+        if seed:  # an engine is made with the weights of the first
+            restart(made, case, seed)
         if fault:
             FAULTS[fault](made)
         courses.append(run_course(made, case, seed))

@@ -21,6 +21,14 @@ from typing import Any
 from mpdist.arch_families import FAMILIES, FIELDS, Family, Shape, attends
 from mpdist.errors import UsageError
 
+MOST_LAYERS = 10_000  # ten times the deepest that anybody has trained; parameters are listed one by one
+# transformers 5.24's names of activations (ACT2FN).
+ACTIVATIONS = frozenset((
+    *("gelu", "gelu_10", "gelu_fast", "gelu_new", "gelu_python", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_accurate"),
+    *("hardswish", "laplace", "leaky_relu", "linear", "mish", "quick_gelu", "relu", "relu2", "relu6", "sigmoid", "silu"),
+    *("sqrtsoftplus", "swish", "tanh", "prelu", "xielu"),
+))  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Param:
@@ -133,10 +141,12 @@ class Arch:
 
 @dataclass(frozen=True)
 class Unknown:
-    """Why a model's shape cannot be known yet. ``missing`` marks a folder that does not exist (yet)."""
+    """Why a model's shape cannot be known yet. ``missing`` marks a folder that does not exist (yet); ``was_read`` a config
+    that is there, of a model that is not counted here."""
 
     reason: str
     missing: bool = False
+    was_read: bool = False
 
 
 def module_matches(parameter: str, patterns: Collection[str]) -> bool:
@@ -188,6 +198,14 @@ class _Reader:
             raise self.wrong(name, "A probability is between 0 and 1.", value)
         return float(value)
 
+    def rotary(self) -> None:
+        """Raises UsageError for a base of rotary frequencies that none can have."""
+        kinds = self.given.get("rope_parameters")
+        held = [self.given, *([kinds, *kinds.values()] if isinstance(kinds, Mapping) else [])]
+        for theta in (one.get("rope_theta") for one in held if isinstance(one, Mapping)):
+            if theta is not None and (isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 0):
+                raise self.wrong("rope_theta", "The frequencies are its powers: it is a number above 0.", theta)
+
     def flag(self, field: str) -> bool:
         value = self.values.get(field, False)
         if not isinstance(value, bool):
@@ -204,10 +222,19 @@ def _read(kind: str, r: _Reader) -> Shape:
         raise r.wrong("num_key_value_heads", f"num_attention_heads = {heads} is not divisible by it.")
     experts = r.optional("num_local_experts") or 0
     intermediate = r.integer("intermediate_size", 0) or 4 * hidden
+    if r.given.get(r.family.names.get("intermediate_size", "intermediate_size")) == 0:
+        raise r.wrong("intermediate_size", "The model's size needs a whole number of at least 1 here.")
+    layers = r.integer("num_hidden_layers")
+    if layers > MOST_LAYERS:
+        raise r.wrong("num_hidden_layers", f"No model has more than {MOST_LAYERS:,} blocks.")
+    chosen = r.integer("num_experts_per_tok") if experts else 0
+    if chosen > experts:
+        raise r.wrong("num_experts_per_tok", f"There are {experts} experts to choose from.")
+    r.rotary()
     return Shape(
         type=kind,
         hidden=hidden,
-        layers=r.integer("num_hidden_layers"),
+        layers=layers,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim or hidden // heads,
@@ -217,7 +244,7 @@ def _read(kind: str, r: _Reader) -> Shape:
         attention_bias=r.flag("attention_bias"),
         mlp_bias=r.flag("mlp_bias"),
         experts=experts,
-        experts_per_token=r.integer("num_experts_per_tok") if experts else 0,
+        experts_per_token=chosen,
         moe_intermediate=r.optional("moe_intermediate_size") or intermediate,
         shared_intermediate=r.optional("shared_expert_intermediate_size") or 0,
         sparse_step=r.optional("decoder_sparse_step") or 1,
@@ -285,14 +312,19 @@ def from_mapping(config: Mapping[str, Any], source: str, inline: bool = False) -
         raise UsageError(f"no model_type in {source}", "It names the kind of model.", "Add one, such as 'llama'.")
     family = FAMILIES.get(kind)
     if family is None:
-        return Unknown(f"model type '{kind}' is not among those counted without torch ({', '.join(FAMILIES)})")
+        reason = f"model type '{kind}' is not among those counted without torch ({', '.join(FAMILIES)})"
+        return Unknown(reason, was_read=True)
     if inline:
         _refuse_near_misses(config, family, source)
+    if config.get("quantization_config"):
+        why = "Quantised weights have no gradients and no FP32 masters."
+        do = "Start from the model that was quantised, in bf16, fp16 or fp32."
+        raise UsageError(f"quantization_config in {source}", why, do)
     reader = _Reader(config, family, source)
     shape = _read(kind, reader)
     uncounted = _uncounted(kind, config, family, shape)
     if uncounted is not None:
-        return Unknown(uncounted)
+        return Unknown(uncounted, was_read=True)
     tied, rotary_dim = reader.flag("tie_word_embeddings"), family.rotary_dim(config, shape.head_dim)
     attention_dropout, hidden_dropout = map(reader.probability, family.dropouts)
     dtype = config.get("dtype") or config.get("torch_dtype")

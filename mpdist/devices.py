@@ -19,7 +19,8 @@ from mpdist.units import format_bytes
 class Device:
     """One GPU as its data sheet has it.
 
-    memory_bytes: a sheet's GB read as 10^9 bytes; drivers report 2 % less (GDDR6 with error correction) to 8 % more.
+    memory_bytes: what torch reports in all on such a card, where ``memory_source`` names a report of it; else the sheet's
+    GB read as 10^9 bytes (``sheet_bytes``), of which torch reports 10 % less (GDDR6 with error correction) to 7 % more.
     peak_16bit, peak_tf32, peak_fp32: FLOP/s of matrix products; peak_tf32 is None where the part has no TF32, or where
     it depends on the library whether it is used (AMD). memory_bandwidth: bytes/s. link: bytes/s in one direction to all
     peers in a node together, over ``link_name``; the bridges that some PCIe cards can get are not counted; None where
@@ -28,7 +29,7 @@ class Device:
     """
 
     name: str
-    memory_bytes: int
+    sheet_bytes: int
     peak_16bit: float
     peak_tf32: float | None
     peak_fp32: float
@@ -39,6 +40,17 @@ class Device:
     bf16: bool = True
     host: float | None = None
     host_name: str = ""
+
+    @property
+    def memory_bytes(self) -> int:
+        return round(_REPORTED[self.name][0] * 2**30) if self.name in _REPORTED else self.sheet_bytes
+
+    @property
+    def memory_source(self) -> str:
+        """Where ``memory_bytes`` is from, in words."""
+        if self.name in _REPORTED:
+            return f"as torch reports it on such a card ({_REPORTED[self.name][1]})"
+        return f"its data sheet's {self.sheet_bytes // 10**9} GB, since no report of torch's is known here"
 
     def peak(self, compute: str, tf32: bool = False) -> float | None:
         """FLOP/s of matrix products in ``compute`` (fp32, bf16, fp16); None where that is not known or not native.
@@ -70,6 +82,33 @@ _LINKS: dict[str, float | None] = {
 _HOSTS = {
     **dict.fromkeys(("B200", "H200 SXM", "H100 SXM", "H800 SXM", "H20", "MI325X", "MI300X"), "PCIe 5.0 x16"),
     **dict.fromkeys(("A100 SXM 80GB", "A100 SXM 40GB", "A800 SXM"), "PCIe 4.0 x16"),
+}
+
+
+# GiB in all that torch has reported on a card (in its "total capacity of ... GiB"), the least where reports differ, and
+# where: an issue or a pull request on GitHub. A driver keeps some memory to itself, which nvidia-smi counts.
+_REPORTED: dict[str, tuple[float, str]] = {
+    "H200 SXM": (139.0, "a card in use here, rounded down"),
+    "H100 SXM": (79.11, "vllm-project/vllm 27508"),
+    "A100 SXM 80GB": (79.14, "lianqi1008/Control-GIC 5"),
+    "A100 PCIe 80GB": (79.14, "lianqi1008/Control-GIC 5"),
+    "A100 SXM 40GB": (39.39, "42,298,834,944 bytes of an A100-SXM4-40GB"),
+    "A30": (23.53, "google/RB-Modulation 5"),
+    "A10": (21.99, "zai-org/CogVLM 236"),
+    "A10G": (22.49, "AUTOMATIC1111/stable-diffusion-webui 1259"),
+    "L40S": (44.42, "stepfun-ai/Step-Video-T2V 8"),
+    "L40": (44.40, "QwenLM/Qwen3-VL 2097"),
+    "RTX PRO 6000 Blackwell Workstation": (94.97, "antirez/ds4 431"),
+    "RTX 6000 Ada": (44.43, "DINGYANB/MTVCrafter 21"),
+    "RTX 5090": (31.37, "Wan-Video/Wan2.1 465"),
+    "RTX 4090": (23.61, "pinokiofactory/flux-webui 11"),
+    "RTX 3090": (23.68, "vllm-project/vllm 16343"),
+    "V100 SXM 32GB": (31.74, "liucongg/ChatGLM-Finetuning 73"),
+    "V100 PCIe 32GB": (31.74, "liucongg/ChatGLM-Finetuning 73"),
+    "V100 SXM 16GB": (15.75, "XuyangBai/TransFusion 49"),
+    "V100 PCIe 16GB": (15.75, "XuyangBai/TransFusion 49"),
+    "T4": (14.75, "hpcaitech/Open-Sora 697"),
+    "MI300X": (191.98, "206,141,652,992 bytes of an MI300X"),
 }
 
 
@@ -182,7 +221,7 @@ def _form(device: Device) -> str:
 
 def _close(memory: float, device: Device) -> bool:
     """Whether it can be this device's memory: sheets round, drivers keep some back, and GiB are taken for GB."""
-    return 0.9 <= memory / device.memory_bytes <= 1.1
+    return 0.9 <= memory / device.sheet_bytes <= 1.1
 
 
 def candidates(name: str, memory_bytes: int | None = None) -> tuple[Device, ...]:

@@ -41,23 +41,24 @@ _NATIVE = {
 
 
 def host_memory(
-    need: int | None, least: int | None, ranks: int, free: int | None = None, cgroup: bool = True
+    need: int | None, least: int | None, ranks: int, free: int | None = None, cgroup: bool = True, held: int = 0
 ) -> Finding:
     """Free memory of this host against the plan's. need, least: bytes of one rank at its peak, and for its states alone
-    (None: not known); ranks: of this host. free: for a test."""
+    (None: not known); ranks: of this host. free: for a test. held: of the plan's overhead, what each process has already."""
     free = available_memory(cgroup) if free is None else free
     if free is None:
         return Finding("host memory", "its free part is unknown")
-    return judge_memory("host memory", free, need, least, ranks)
+    return judge_memory("host memory", free, need, least, ranks, held)
 
 
-def judge_memory(check: str, free: int, need: int | None, least: int | None, ranks: int = 1) -> Finding:
-    """free: bytes of the device that `ranks` ranks share. need, least: one rank's, as in `host_memory`."""
+def judge_memory(check: str, free: int, need: int | None, least: int | None, ranks: int = 1, held: int = 0) -> Finding:
+    """free: bytes of the device that `ranks` ranks share. need, least, held: one rank's, as in `host_memory`."""
     each = f"{ranks} ranks x " if ranks > 1 else ""
     value = f"{_coarse(free)} free"
     if need is None or least is None:
         return Finding(check, value)
     value += f", the plan needs {each}{format_bytes(need)}"
+    value += f" beside the {format_bytes(held)} of overhead that each process holds already" if held else ""
     if ranks * least > free:
         why = f"parameters, gradients and moments alone take {each}{format_bytes(least)}"
         do = "end what else runs there, or take a larger machine, more nodes or a smaller model"

@@ -6,16 +6,17 @@ world it finds and refuses to go on if the two differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from mpdist.arch import Arch, Unknown, model_flops_per_token
+from mpdist.arch import ACTIVATIONS, Arch, Unknown, model_flops_per_token
 from mpdist.config import Config, check_world
 from mpdist.errors import ConfigError, DoesNotFit, MpdistError, UsageError
 from mpdist.plan_advice import Candidate, MoreRanks, Suggestion, advise, candidates
-from mpdist.plan_memory import MARGIN, OVERHEAD, Asked, Row, ledger_of, loss_chunk_rows, states_of
+from mpdist.plan_groups import uneven
+from mpdist.plan_memory import MARGIN, OVERHEAD, Asked, Row, fullest, ledger_of, loss_chunk_rows, states_of
 from mpdist.plan_search import Search, divisors
 from mpdist.plan_simulated import Simulated
 from mpdist.plan_traffic import Traffic, traffic
@@ -86,6 +87,9 @@ class Plan:
     unmasked: Mapping[str, int] = field(default_factory=dict)
     time: Time | None = None  # of a step, where the device is known
     time_unknown: str = ""  # why it is not, where a device was named
+    memory_from: str = ""  # which device's memory it is and whence, where it follows from a name
+    warnings: tuple[str, ...] = ()  # what can be planned and may not be meant
+    shares: float = 1.0  # equal shares of the states that the fullest rank holds
     simulation: Simulated | None = None  # where somebody has asked for one; `fits` follows it
 
     def to_json(self) -> dict[str, Any]:
@@ -99,12 +103,14 @@ class Plan:
             "trainable_parameters": self.trainable,
             "rows": [_row_json(row) for row in self.rows],
             "states_bytes_per_rank": self.states_bytes,
-            "states": states_of(a).to_json(),
+            "states": states_of(a, self.shares).to_json(),
             "peak_bytes_per_rank": self.peak_bytes,
             "peak_moment": self.peak_moment,
             "host_bytes_per_rank": self.host_bytes,
             "host_bytes_per_node": self.host_bytes * a.per_node,
             "memory_bytes": self.memory_bytes,
+            "memory_from": self.memory_from,
+            "warnings": list(self.warnings),
             "fits": self.fits,
             "suggestions": [str(s) for s in self.suggestions],
             "more_ranks": self.more_ranks.to_json() if self.more_ranks is not None else None,
@@ -283,7 +289,24 @@ def _with_model(base: Plan, cfg: Config, arch: Arch, memory: int | None, alterna
         moments=found.moments,
         unmasked=unmasked,
         candidates=tuple(candidates(search)) if search is not None and alternatives else (),
+        shares=fullest(asked, arch),
+        warnings=tuple(_warnings(asked, arch)),
     )
+
+
+def _warnings(asked: Asked, arch: Arch) -> Iterator[str]:
+    if arch.max_positions is not None and asked.seq_len > arch.max_positions:
+        yield f"data.seq_len = {asked.seq_len} is beyond the model's max_position_embeddings = {arch.max_positions}"
+    if arch.activation not in ACTIVATIONS:
+        yield f"hidden_act = {arch.activation} is no activation of transformers 5.24: planned like silu, it may not be built"
+    if asked.engine == "fsdp2" and asked.shard_size > 1:
+        trained = arch.split(asked.freeze)[0]
+        for cut in uneven(trained, asked.shard_size):
+            part = cut.elements / sum(p.count for p in trained)
+            yield (
+                f"fsdp2 shares {part:.0%} of the parameters out unevenly: {cut.text(asked.shard_size)}, each with "
+                f"{cut.held * asked.shard_size / cut.elements:.2f} equal shares; deepspeed's stage 3 cuts between any two elements"
+            )
 
 
 def asked_of(cfg: Config, ranks: int, nodes: int, device: str | None = None) -> Asked:

@@ -44,20 +44,22 @@ def run(
     simulate: bool = False,
     every_layer: bool = False,
 ) -> int:
-    """Prints the plan; status 3 where it does not fit. ranks: of one node; None as the config says.
+    """Prints the plan; status 3 where it does not fit, 2 where a verdict was asked for and there is none.
 
-    suggest: print the cheapest settings that fit as YAML instead; status 3 where none do. html: a file to draw it into.
-    gpu: its name, for its memory (unless memory_bytes is given) and its rates. peak: FLOP/s of one device, instead of the
-    data sheet's. network: bytes/s that a node can send to others. simulate: also play it on fake tensors, which takes torch
-    and some seconds; every_layer: with all of the model's blocks.
+    ranks: of one node; None as the config says. suggest: print the cheapest settings that fit as YAML instead; status 3
+    where none do. html: a file to draw it into. gpu: its name, for its memory (unless memory_bytes is given) and its rates.
+    peak: FLOP/s of one device, instead of the data sheet's. network: bytes/s that a node can send to others. simulate: also
+    play it on fake tensors, which takes torch and some seconds; every_layer: with all of the model's blocks.
     """
     cfg = resolved.config
-    device = None
+    device, memory_from = None, ""
     if gpu is not None:
         from mpdist.devices import require
 
         device = require(gpu, memory_bytes)
-        memory_bytes = memory_bytes or device.memory_bytes
+        if memory_bytes is None:
+            memory_bytes = device.memory_bytes
+            memory_from = f"memory of {device.name}: {format_bytes(memory_bytes)}, {device.memory_source}"
     nodes = nodes or cfg.launch.nodes
     ranks, whence = _ranks(resolved) if ranks is None else (ranks, "--ranks")
     if suggest and memory_bytes is None:
@@ -70,7 +72,7 @@ def run(
     shape = look(cfg.model.path, cfg.model.config, cfg.model.revision)
     origin = resolved.origins.get
     plan = make(cfg, shape, ranks, nodes, memory_bytes, lambda name: origin(name, "config"), alternatives=True)
-    plan = replace(plan, world_from=whence)
+    plan = replace(plan, world_from=whence, memory_from=memory_from)
     if isinstance(shape, Arch) and (device is not None or peak is not None):
         plan = _timed(plan, cfg, shape, device, peak, network)
     if simulate:
@@ -88,6 +90,11 @@ def run(
         return 0
     if as_json:
         print(json.dumps(plan.to_json(), indent=2))
+    if memory_bytes is not None and plan.foreseen is None:
+        why = shape.reason if isinstance(shape, Unknown) else "the model's shape is unknown"
+        asks = "--memory" if gpu is None else "--memory or --gpu"
+        do = "add --simulate, which plays the model itself with torch, or leave the memory out"
+        raise UsageError(f"no verdict on {asks} {format_bytes(memory_bytes)}: bytes are not known by formula", why, do)
     return DoesNotFit.status if plan.fits is False else 0
 
 
@@ -142,7 +149,10 @@ def fragment(resolved: Resolved, plan: Plan, shape: Arch | Unknown | None) -> st
     """
     if isinstance(shape, Unknown) or plan.memory_bytes is None:
         why = shape.reason if isinstance(shape, Unknown) else "no memory is given"
-        raise UsageError("--suggest", f"bytes are not known: {why}", "give a model.path whose config.json can be read")
+        do = "give a model.path whose config.json can be read"
+        if isinstance(shape, Unknown) and shape.was_read:
+            do = "try settings by hand, each with --simulate, which plays the model itself"
+        raise UsageError("--suggest", f"bytes are not known: {why}", do)
     if not plan.candidates:
         plan.require_fit()
     best = next((one for one in plan.candidates if not one.is_close), plan.candidates[0])
@@ -180,6 +190,9 @@ def _comment(resolved: Resolved, plan: Plan, best: Candidate, settings: Mapping[
     text += f"a rank sends {sent} a step; {best.recompute:.0%} of forward is computed twice; "
     text += f"{best.asked.accumulation} micro-batch{'es' * (best.asked.accumulation != 1)} a step."
     lines = [text]
+    if best.host_bytes:
+        node = format_bytes(best.host_bytes * best.asked.per_node)
+        lines.append(f"Its ranks hold {node} in the host memory of each node, which has to be there as well.")
     if best.is_close:
         lines.append(
             f"It fits by less than the estimate is good for ({MARGIN:.0%}), and nothing fits with more to spare."
@@ -220,12 +233,13 @@ def show(folder: str, as_json: bool, html: str | None = None) -> int:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    if not file.exists():
-        why = f"there is no {file.name} in it, which every run writes as it starts"
-        raise UsageError(f"{file.parent} is no run directory", why, "give OUT_DIR/NAME of a run, or a configuration")
     try:
         found = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except FileNotFoundError:
+        why = f"there is no {file.name} in it, which every run writes as it starts"
+        do = "give OUT_DIR/NAME of a run, or a configuration"
+        raise UsageError(f"{file.parent} is no run directory", why, do) from None
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{file} cannot be read", str(error), "plan the run's config.yaml instead") from None
     if not isinstance(found, dict):
         raise UsageError(f"{file} cannot be read", "it holds no JSON object", "plan the run's config.yaml instead")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from mpdist.arch import Arch
 from mpdist.formats import bytes_of
 from mpdist.plan_activations import top
-from mpdist.plan_groups import Group
+from mpdist.plan_groups import Group, uneven
 from mpdist.plan_moments import END, FORWARD, LOSS, START, STEP, Held, Moment, Play, Scene, highest, more, part_of
 from mpdist.plan_wire import all_reducing, scattering
 
@@ -192,6 +192,11 @@ class Fsdp(Play):
         asked, g, each = self.asked, self.g, self.master
         n = asked.shard_size
         share = f"{g.elements}" + (f" / {n} ranks" if n > 1 else "")
+        why = ""
+        if g.held * n != g.elements:
+            cuts = uneven(self.arch.split(asked.freeze)[0], n)
+            why = ": " + ("; ".join(cut.text(n) for cut in cuts) or "each tensor's first dimension is rounded up")
+            share = f"{g.held} on the fullest rank, of {share}"
         unsharded = f" + 4 B x {g.elements} unsharded until the last micro-batch" if self.wide else ""
         c, wire = bytes_of(asked.compute), bytes_of(asked.wire)
         working = (
@@ -201,7 +206,7 @@ class Fsdp(Play):
         cast = f", {wire} B sent" if wire < 4 else ""
         received = "" if asked.by_backend or self.alone else f", {wire} B received"
         return {
-            "parameters": f"{each} B x {share}",
+            "parameters": f"{each} B x {share}{why}",
             "gradients": f"{each} B x {share}{unsharded}",
             "moments": f"2 x {each} B x {share}",
             "working": f"unsharded, {c} B a parameter: {working}{frozen}",

@@ -25,6 +25,42 @@ def held(param: Param, shard_size: int) -> int:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """Tensors whose first dimension is this long, so that each of ``on`` ranks holds ``held`` elements of them all and the
+    others less or nothing. elements: of them all, unsharded."""
+
+    dimension: int
+    tensors: int
+    on: int
+    elements: int
+    held: int
+
+    def text(self, shard_size: int) -> str:
+        plural = "s are" if self.tensors > 1 else " is"
+        return f"{self.tensors} tensor{plural} cut along a dimension of {self.dimension} over {shard_size} ranks, " + (
+            f"on {self.on} of which they lie" if self.on < shard_size else "and the fullest hold more than their part"
+        )
+
+
+def uneven(params: Iterable[Param], shard_size: int) -> list[Cut]:
+    """What makes the fullest rank's share of these parameters larger than one of ``shard_size`` equal ones, by the lengths of
+    the tensors' first dimensions, most first; without those that add less than a hundredth."""
+    alike: dict[int, list[Param]] = {}
+    total = 0
+    for p in params:
+        total += p.count
+        if p.shape[0] % shard_size:
+            alike.setdefault(p.shape[0], []).append(p)
+    found = []
+    for dimension, tensors in alike.items():
+        mine = sum(held(p, shard_size) for p in tensors)
+        on = -(-dimension // -(-dimension // shard_size))
+        found.append(Cut(dimension, len(tensors), on, sum(p.count for p in tensors), mine))
+    grave = [cut for cut in found if 100 * (cut.held * shard_size - cut.elements) >= total]
+    return sorted(grave, key=lambda cut: cut.elements - cut.held * shard_size)
+
+
+@dataclass(frozen=True)
 class Group:
     """Parameters that are gathered and reduced together. Bytes say so; the rest are elements of those that train.
 

@@ -15,7 +15,7 @@ from mpdist.arch import Arch
 from mpdist.formats import bytes_of
 from mpdist.plan_ddp import Ddp
 from mpdist.plan_fsdp import Fsdp
-from mpdist.plan_groups import held
+from mpdist.plan_groups import groups, held
 from mpdist.plan_moments import MIB, MOMENTS, Moment, loss_chunk_rows, step_temporaries
 
 __all__ = [
@@ -260,8 +260,17 @@ class States:
         return asdict(self) | sums
 
 
-def states_of(a: Asked) -> States:
-    """Of the engine that is asked for. ddp and deepspeed sum gradients in FP32 whatever the masters are."""
+def fullest(a: Asked, arch: Arch) -> float:
+    """How many times an equal share of what trains the fullest rank holds; 1 where shards are even."""
+    found = groups(a, arch)
+    return found.held * a.shard_size / found.elements if a.engine == "fsdp2" and found.elements else 1.0
+
+
+def states_of(a: Asked, times: float = 1.0) -> States:
+    """Of the engine that is asked for. ddp and deepspeed sum gradients in FP32 whatever the masters are.
+
+    times: ``fullest``, to be said in ``why``.
+    """
     c = bytes_of(a.compute)
     master = c if a.master == "compute" else 4
     gradient = master if a.engine == "fsdp2" else 4
@@ -272,6 +281,7 @@ def states_of(a: Asked) -> States:
     )
     said += f"+ {2 * master} moments"
     said += f", shared by {a.shard_size} ranks" if a.shard_size > 1 else ""
+    said += f", of which the fullest holds {times:.2f} equal shares" if times >= 1.005 else ""
     said += f"; {text}"
     if master < 4:
         said += f"; FP32 masters would make it {16 + (c if a.engine == 'ddp' else 0)}"

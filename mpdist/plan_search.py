@@ -19,6 +19,7 @@ from mpdist.config import check_world
 from mpdist.config.rules import SUPPORT, check
 from mpdist.formats import bytes_of
 from mpdist.plan_activations import recomputed_blocks
+from mpdist.plan_groups import uneven
 from mpdist.plan_memory import Asked, Ledger, ledger_of, states_of
 from mpdist.plan_traffic import traffic
 from mpdist.plan_zero import number
@@ -140,6 +141,8 @@ class Search:
     def settings(self, asked: Asked) -> dict[str, str | int]:
         """The keys that differ from the configuration, with their values."""
         found = {key: getattr(asked, field) for field, key in KEYS.items() if self._differs(asked, field)}
+        if asked.engine not in (self.asked.engine, "ddp"):  # whose default of the stage is its own
+            found["shard.stage"] = asked.stage
         stages = (self.asked.engine, self.asked.stage), (asked.engine, asked.stage)
         if stages[0] != stages[1] and ("deepspeed", 1) in stages:  # which decides what the default of this key is
             found["reduce.when"] = asked.when
@@ -172,6 +175,11 @@ class Search:
 
     def _shardings(self) -> Iterator[Asked]:
         a = self.asked
+        if self._wants_flat:
+            yield from (
+                replace(a, engine="deepspeed", stage=3, replicas=1, offload="none", when=when)
+                for when in dict.fromkeys((a.when, "every"))
+            )
         # DeepSpeed is for those who ask for it.
         for engine in ("deepspeed",) if a.engine == "deepspeed" else ("ddp", "fsdp2"):
             can = SUPPORT[engine]
@@ -186,6 +194,17 @@ class Search:
                     for replicas in sorted(set(copies if to == "none" else copies[:2])):
                         one = replace(a, engine=engine, stage=stage, replicas=replicas, offload=to)
                         yield from (replace(one, when=when) for when in self._whens(one))
+
+    @cached_property
+    def _wants_flat(self) -> bool:
+        """Whether fsdp2's shards are too uneven to fit without offload, which DeepSpeed's, cut between elements, may do."""
+        a = self.asked
+        if a.engine == "deepspeed" or not uneven(self.arch.split(a.freeze)[0], a.ranks):
+            return False
+        least = replace(
+            a, engine="fsdp2", stage=3, replicas=1, offload="none", checkpointing="full", micro=1, when="every"
+        )
+        return not self.fits(least)
 
     def _whens(self, asked: Asked) -> Iterable[str]:
         own = self.asked.when

@@ -107,7 +107,8 @@ def comparison(plan: Plan) -> list[str]:
 
 def _memory(plan: Plan) -> list[str]:
     if plan.peak_bytes is None or plan.states_bytes is None:
-        return ["memory     unknown by formula", *(_verdict(plan) if plan.simulation is None else ())]
+        way = "" if plan.simulation is not None else "; --simulate plays the model itself, where it can be built"
+        return [f"memory     unknown by formula{way}", *(_verdict(plan) if plan.simulation is None else ())]
     lines = ["", "memory of the rank that holds the most"]
     cells = []
     for row in plan.rows:
@@ -131,7 +132,7 @@ def _memory(plan: Plan) -> list[str]:
     )
     lines.append("  own peak: the most of a row at any moment; these come at different moments and do not add up")
     lines.append(f"  states (parameters, working, gradients, moments) {format_bytes(plan.states_bytes)}{per}")
-    lines.append(f"  why: {states_of(plan.asked).why}")
+    lines.append(f"  why: {states_of(plan.asked, plan.shares).why}")
     if plan.host_bytes:
         per_node = plan.asked.per_node
         ranks = f"{format_bytes(plan.host_bytes)} a rank x {per_node} = " if per_node > 1 else ""
@@ -151,12 +152,13 @@ def _verdict(plan: Plan) -> list[str]:
     if plan.memory_bytes is None:
         return ["fits       unknown: give --memory, such as 80GiB, to hear a verdict"]
     if plan.foreseen is None:
-        return []
+        return ["fits       unknown: no verdict without the bytes"]
     verdict = "yes" if plan.fits else "NO"
     close = f", with less to spare than the estimate is good for ({MARGIN:.0%})" if plan.is_close else ""
     by = " by simulation" if plan.simulation is not None else ""
     text = f"{format_bytes(plan.foreseen[0])} of {format_bytes(plan.memory_bytes)} a rank on {plan.asked.ranks} ranks"
-    return [f"fits       {verdict}{by}: {text.removesuffix('s') if plan.asked.ranks == 1 else text}{close}"]
+    lines = [f"fits       {verdict}{by}: {text.removesuffix('s') if plan.asked.ranks == 1 else text}{close}"]
+    return lines + ([f"           {plan.memory_from}"] if plan.memory_from else [])
 
 
 def _when(moment: str) -> str:
@@ -222,7 +224,7 @@ def _traffic(plan: Plan) -> list[str]:
 
 def text(plan: Plan) -> str:
     """The plan in lines of text, without a final line break."""
-    lines = [*what(plan), *_memory(plan), *_traffic(plan)]
+    lines = [*what(plan), *(f"warning    {warning}" for warning in plan.warnings), *_memory(plan), *_traffic(plan)]
     if plan.flops_per_token is not None:
         rate = f"{plan.flops_per_token / 1e9:.3g} GFLOP a token"
         lines.append(f"compute    {rate}, forward and backward, attention counted as its causal half")

@@ -149,7 +149,8 @@ def traffic(asked: Asked, arch: Arch) -> list[Traffic]:
         return _zero(asked, arch, shard_levels(asked)) if size > 1 else []
     shard = shard_levels(asked)
     if size > 1:
-        text = f"(n-1)/n x {g.held * size} x {width} B, {often}"
+        padded = f" (of which {g.held * size - g.elements} are padding)" if g.held * size != g.elements else ""
+        text = f"(n-1)/n x {g.held * size}{padded} x {width} B, {often}"
         named = _Collective("gradients", "reduce-scatter", asked.wire, "scatter", g.elements, width, text,
                             _scattering(asked, shard))  # fmt: skip
         out.append(named.row(shard, times, _scatter(g.held * size, shard, width)))
@@ -220,7 +221,8 @@ def _gather_row(asked: Asked, shard: Levels, total: int, times: int, how: str, e
     between = sent // shard.inner if shard.outer > 1 else 0
     payload = total // shard.size
     once = (payload, 0, sent, 0) if shard.outer == 1 else (0, payload, sent - between, between)
-    text = f"(n-1)/n x {total} B: {how}, {_often(times)}"
+    padded = ", padding with them" if total > elements * bytes_of(asked.compute) and not asked.keep_fp32 else ""
+    text = f"(n-1)/n x {total} B{padded}: {how}, {_often(times)}"
     named = _Collective("parameters", "all-gather", asked.compute, "gather", elements, bytes_of(asked.compute), text,
                         "NCCL's or gloo's all-gather, a ring over all ranks")  # fmt: skip
     return named.row(shard, times, once)

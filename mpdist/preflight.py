@@ -99,14 +99,16 @@ def look(cfg: Config, planned: Plan, world: World, device: torch.device, folder:
     cuda = device.type == "cuda"
     found = [device_found(cfg.launch.device, device), compute_dtype(cfg.precision.compute, device)]
     peak = least = None
+    held = 0
     if planned.peak_bytes is not None and planned.states_bytes is not None:
         # What libraries and a CUDA context take, this process holds already.
         held = sum(row.at_peak_bytes for row in planned.rows if row.row == "overhead")
         host = sum(row.rest_bytes for row in planned.rows if row.host)
         peak, least = planned.peak_bytes - held, planned.states_bytes - (host if cuda else 0)
     if cuda:
-        found.append(machine.judge_memory("GPU memory", torch.cuda.mem_get_info(device)[0], peak, least))
+        found.append(machine.judge_memory("GPU memory", torch.cuda.mem_get_info(device)[0], peak, least, held=held))
         peak = least = planned.host_bytes if planned.host_bytes else None
+        held = 0
     if folder is not None:
         found.append(machine.run_directory(folder, _MARK))
     if world.local_rank:
@@ -114,7 +116,7 @@ def look(cfg: Config, planned: Plan, world: World, device: torch.device, folder:
     port = cfg.launch.port if isinstance(cfg.launch.port, int) else None
     return [
         *found,
-        machine.host_memory(peak, least, world.local_ranks),
+        machine.host_memory(peak, least, world.local_ranks, held=held),
         machine.shared_memory(world.local_ranks, cuda),
         machine.open_files(world.ranks),
         machine.locked_memory(world.nodes, bool(machine.infiniband())),

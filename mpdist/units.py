@@ -1,4 +1,4 @@
-"""Amounts as people write them: bytes ('80GiB') and durations ('2h30m')."""
+"""Amounts as people write them: bytes ('80GiB'), rates ('400Gbit/s') and durations ('2h30m')."""
 
 from __future__ import annotations
 
@@ -39,6 +39,29 @@ def parse_bytes(text: str | int) -> int:
             f"did you mean {match[1]}{match[2].upper()}iB?" if match and short else "write it like 80GiB",
         )
     return round(float(match[1]) * factor)
+
+
+def parse_rate(text: str) -> float:
+    """Bytes/s of '50GB/s' or '46GiB/s' (bytes) and of '400Gbit/s', '400Gb/s' or '400Gbps' (bits, as networks are sold).
+
+    Raises UsageError for what can be read as either, such as '400gb/s', '400Gb' or '400G'.
+    """
+    match = re.fullmatch(rf"({_NUMBER})\s*([kKMGTP]i?)(B|[bB]its?|b)(/s|ps)?", text.strip())
+    if match is not None and (match[3] == "B" or match[4]):
+        return float(match[1]) * _BYTES[f"{match[2].lower()}b"] / (1 if match[3] == "B" else 8)
+    loose = re.fullmatch(rf"({_NUMBER})\s*([kmgtp]?i?)(?:b?(?:/s|ps)?)", text.strip(), re.IGNORECASE)
+    if loose is not None:
+        unit = (loose[2][:1].upper() or "G") + loose[2][1:].lower()
+        raise UsageError(
+            f"{text!r} may be bits or bytes a second",
+            "networks are sold in bits, memory in bytes, and there are 8 bits to a byte",
+            f"write {loose[1]}{unit}bit/s or {loose[1]}{unit}B/s",
+        )
+    raise UsageError(
+        f"{text!r} is not a rate of bytes or bits a second",
+        "it takes a number and a unit: GB/s or GiB/s are bytes, Gbit/s, Gb/s or Gbps are bits; K, M, T and P likewise",
+        "write it like 400Gbit/s or 50GB/s",
+    )
 
 
 def format_bytes(count: int | float) -> str:

@@ -36,7 +36,7 @@ def _plan_parser() -> Parser:
     with_memory(parser)
     parser.add_argument("--gpu", metavar="NAME", help="the ranks' GPU, such as H100: its memory and its peak rates")
     parser.add_argument("--peak", type=rate, metavar="TFLOPS", help="one GPU's TFLOP/s instead of its data sheet's")
-    parser.add_argument("--network", metavar="BYTES/S", help="what a node sends to others, such as 400GB/s")
+    parser.add_argument("--network", metavar="RATE", help="what a node sends to others, such as 400Gbit/s or 50GB/s")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print the plan as JSON")
     form.add_argument("--suggest", action="store_true", help="print the cheapest settings that fit, as YAML")
@@ -65,11 +65,11 @@ def plan(argv: Sequence[str]) -> int:
         return plan_command.show(arguments.config, arguments.json, arguments.html)
     memory, network = memory_of(arguments), None
     if arguments.network is not None:
-        from mpdist.units import parse_bytes
+        from mpdist.units import parse_rate
 
-        network = parse_bytes(arguments.network.removesuffix("/s"))
+        network = parse_rate(arguments.network)
         if not network or not (arguments.gpu or arguments.peak):
-            parser.error("--network takes bytes a second above 0, for the time of a step: with --gpu or --peak")
+            parser.error("--network takes a rate above 0, for the time of a step: with --gpu or --peak")
     resolved = load_config(arguments)
     from mpdist import plan_command
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -80,6 +81,11 @@ def doctor(argv: Sequence[str]) -> int:
     if looks and arguments.config is None:
         parser.error(f"{looks[0]} needs the CONFIG whose steps are made")
     memory = memory_of(arguments)
+    if arguments.config is not None and os.path.isdir(arguments.config):
+        why = "without an option a configuration's needs are looked at, and that is a folder"
+        do = f"of a run's folder: mpdist doctor {arguments.config} --html FILE (what its precision cost), or mpdist doctor"
+        do += f" --replay {arguments.config} STEP (a step again); or give its config.yaml"
+        raise UsageError(f"mpdist doctor {arguments.config}", why, do)
     resolved = load_config(arguments) if arguments.config is not None else None
     from mpdist.doctor import TRIAL_STEPS, command
 
@@ -167,8 +173,6 @@ def numerics(argv: Sequence[str]) -> int:
     parser.add_argument("what", choices=("formats", "lab"), metavar="formats|lab")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     arguments = parser.parse_args(list(argv))
-    import os
-
     from mpdist.lines import dump
 
     for library in ("OPENBLAS", "OMP", "MKL"):  # the order of a sum moves its last digits

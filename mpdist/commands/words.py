@@ -12,6 +12,8 @@ from mpdist.errors import UsageError
 if TYPE_CHECKING:
     from mpdist.config import Resolved
 
+LEAST_MEMORY = 2**20  # bytes of a rank: below it a unit was forgotten
+
 OVERRIDES = """\
 KEY=VALUE sets one key for this run: the command line beats the file, the file beats its parent, the parent beats the
 defaults. VALUE is read as YAML unless the key holds text; a list's element is data.train.0.path=...; KEY=null clears.
@@ -47,6 +49,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         message = message.replace(", KEY=VALUE", "")  # argparse takes what may be missing for required
+        if message.endswith(": expected one argument"):
+            message = message.replace("expected one argument", "no value follows; what begins with - is no value")
         raise UsageError(f"{self.prog}: {message}", "", f"`{self.prog} --help` shows how it is used")
 
 
@@ -67,14 +71,16 @@ def with_memory(parser: Parser) -> None:
 def memory_of(arguments: argparse.Namespace) -> int | None:
     if arguments.memory is None:
         return None
-    from mpdist.units import parse_bytes
+    from mpdist.units import format_bytes, parse_bytes
 
     found = parse_bytes(arguments.memory)
-    if not found:
+    if found < LEAST_MEMORY:
+        bare = arguments.memory.strip()
+        unit = f"did you mean {bare}GiB? Else " if bare.isdecimal() and int(bare) else ""
         raise UsageError(
             f"--memory {arguments.memory}",
-            "nothing fits into no memory",
-            "give what one rank's device has, such as 80GiB",
+            f"that is {format_bytes(found)}, and nothing fits into so little",
+            f"{unit}give what one rank's device has, with its unit: such as 80GiB",
         )
     return found
 

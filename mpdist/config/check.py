@@ -147,7 +147,9 @@ def _unknown_key(tree: Tree, path: Path, value: Any, section: type[BaseModel]) -
     where = f"`{dotted(path[:-1])}`" if len(path) > 1 else "a configuration"
     why = f"{where} has no key `{path[-1]}`"
     near = nearest(path, list(keys))
-    if near:
+    if path[-1] == "<<":
+        do = "merge keys are not read (YAML 1.2 has none): write the keys out, or let the file `extends` a parent"
+    elif near:
         do = f"did you mean `{near}`?"
     elif keys:
         do = f"its keys are {', '.join(keys)}"

@@ -15,6 +15,7 @@ from mpdist.config.schema import Config
 from mpdist.errors import ConfigError, UsageError
 
 COMMAND_LINE = "command line"
+_MOST_BYTES = 2**24  # of a file
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,13 @@ def _with_parents(path: str, chain: tuple[str, ...]) -> Tree:
 
 
 def _read(path: str) -> Tree:
+    if os.path.exists(path) and not os.path.isdir(path):
+        why = (
+            "" if os.path.isfile(path) else "it is not a regular file, and a run reads its configuration more than once"
+        )
+        why = why or (f"it is larger than {_MOST_BYTES >> 20} MiB" if os.path.getsize(path) > _MOST_BYTES else "")
+        if why:
+            return Tree(None, {}, [UsageError(f"{path} cannot be a configuration", why, "give a YAML file")])
     try:
         with open(path, encoding="utf-8") as file:
             tree = read.parse(file.read(), path)

@@ -11,6 +11,8 @@ from mpdist.errors import MpdistError, UsageError
 
 Path = tuple[str, ...]
 
+MOST_VALUES = 100_000  # of one document with its aliases written out; a few lines of them can mean billions
+
 
 class Tree:
     """Nested plain values, where each came from (by path; list elements by number), and what was wrong on the way."""
@@ -47,8 +49,18 @@ def parse(text: str, where: str, line_numbers: bool = True) -> Tree:
         )
         return tree
     if root is not None:
-        _Builder(tree, yaml.constructor, where, line_numbers).build(root, ())
+        try:
+            _Builder(tree, yaml.constructor, where, line_numbers).build(root, ())
+        except _TooManyError:
+            why = f"written out, its aliases hold more than {MOST_VALUES:,} values"
+            tree = Tree(
+                None, {}, [UsageError(f"{where} is not usable YAML", why, "write the values out that are meant")]
+            )
     return tree
+
+
+class _TooManyError(Exception):
+    pass
 
 
 class _Builder:
@@ -64,6 +76,8 @@ class _Builder:
 
     def _value(self, node: Any, path: Path, origin: str) -> Any:
         self.tree.origins[path] = origin
+        if len(self.tree.origins) > MOST_VALUES:
+            raise _TooManyError
         kind = type(node).__name__
         if kind == "ScalarNode":
             return self._scalar(node)

@@ -150,13 +150,22 @@ def _sources(v: _View) -> Iterator[MpdistError]:
 def _batch(v: _View) -> Iterator[MpdistError]:
     batch = v.config.batch
     if batch.global_ % batch.micro:
-        low = batch.global_ // batch.micro * batch.micro
-        near = " or ".join(str(n) for n in (low, low + batch.micro) if n)
         yield UsageError(
             v.show("batch.global", "batch.micro"),
-            "a step is a whole number of micro-batches",
-            f"take batch.global {near}",
+            "a step is a whole number of micro-batches on every rank",
+            _global_of(v.config),
         )
+
+
+def _global_of(config: Config) -> str:
+    """The batch to take: a multiple of what all ranks take at once, which another number of them makes another one."""
+    micro, launch = config.batch.micro, config.launch
+    if not isinstance(launch.ranks, int):
+        return f"take a batch.global that is a multiple of {micro} x the ranks there are, or another batch.micro"
+    ranks = launch.ranks * launch.nodes
+    low = config.batch.global_ // (micro * ranks) * micro * ranks
+    near = " or ".join(str(n) for n in (low, low + micro * ranks) if n)
+    return f"take batch.global {near} ({micro} x {ranks} rank{'s' * (ranks != 1)} x a whole number), or another batch.micro"
 
 
 def _precision(v: _View) -> Iterator[MpdistError]:

@@ -77,4 +77,7 @@ def text() -> str:
 def _shown(value: object) -> str:
     if value is None:
         return "none"
-    return f"{value:.7g}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    short = f"{value:.7g}"
+    return f"{value:.9g}" if float(short) == 1 != value else short  # FP32's neighbour of 1 takes nine digits

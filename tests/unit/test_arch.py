@@ -169,6 +169,7 @@ def test_an_unknown_type_is_no_error() -> None:
     assert isinstance(found, arch.Unknown)
     assert "mamba" in found.reason
     assert "llama" in found.reason
+    assert found.was_read
 
 
 @pytest.mark.parametrize(
@@ -182,6 +183,12 @@ def test_an_unknown_type_is_no_error() -> None:
         ({"vocab_size": True}, "vocab_size"),
         ({"attention_dropout": 2}, "attention_dropout"),
         ({"model_type": "opt", "ffn_dim": "wide"}, "ffn_dim"),
+        ({"intermediate_size": 0}, "intermediate_size"),
+        ({"num_hidden_layers": 10**8}, "num_hidden_layers"),
+        ({"rope_theta": 0}, "rope_theta"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": -1.0}}}, "rope_theta"),
+        ({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 9}, "num_experts_per_tok"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config"),
     ],
 )
 def test_a_value_that_no_model_can_have_names_its_key(changes: dict[str, Any], word: str) -> None:

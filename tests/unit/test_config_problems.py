@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -234,3 +235,19 @@ bugdet: {steps: 3}
     found = [error.do for error in caught.value.problems]
     right = ("name", "model", "data.train", "batch.global", "budget")
     assert sorted(found) == sorted(f"did you mean `{key}`?" for key in right)
+
+
+def test_a_file_that_means_too_much_or_never_ends_is_refused_at_once(tmp_path: Path) -> None:
+    bomb = tmp_path / "bomb.yaml"
+    levels = [f"k{i}: &k{i} [{', '.join([f'*k{i - 1}'] * 10)}]" for i in range(1, 10)]
+    bomb.write_text("\n".join(["k0: &k0 [a]", *levels]))
+    assert "aliases hold more than 100,000 values" in problems(bomb)[0].why
+    pipe = tmp_path / "pipe.yaml"
+    os.mkfifo(pipe)
+    for path in (pipe, Path("/dev/zero")):
+        assert "not a regular file" in problems(path)[0].why
+
+
+def test_merge_keys_are_said_not_to_be_read(good: Path) -> None:
+    good.write_text(GOOD + "optim: &o {lr: 1e-4}\nmemory: {<<: *o}\n")
+    assert "merge keys are not read" in next(p for p in problems(good) if p.what.startswith("memory.<<")).do

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from mpdist import plan
 from mpdist.config import SUPPORT, ConfigError, check_world, load, scale_mode
 
 GOOD = """\
@@ -119,10 +120,19 @@ def test_allowed_and_again_from_its_resolved_yaml(good: Path, overrides: str) ->
     assert load(again).values() == resolved.values()
 
 
-def test_batch_names_the_two_nearest(good: Path) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load(good, ["batch.micro=3"])
-    assert caught.value.problems[0].do == "take batch.global 6 or 9"
+def test_batch_names_the_two_nearest_that_all_ranks_share_out(good: Path) -> None:
+    def advice(*more: str) -> str:
+        with pytest.raises(ConfigError) as caught:
+            load(good, ["batch.micro=3", *more])
+        return caught.value.problems[0].do
+
+    assert "a multiple of 3 x the ranks" in advice()
+    assert advice("launch.ranks=1").startswith("take batch.global 6 or 9 (3 x 1 rank")
+    assert advice("launch.ranks=4", "launch.nodes=2", "batch.global=64").startswith(
+        "take batch.global 48 or 72 (3 x 8 ranks"
+    )
+    cfg = load(good, ["batch.micro=3", "launch.ranks=4", "launch.nodes=2", "batch.global=72"]).config
+    assert plan.make(cfg, None, 4, 2).batch.accumulation == 3
 
 
 @pytest.mark.parametrize("steps", [1, 3])

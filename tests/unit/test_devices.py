@@ -105,6 +105,16 @@ def test_memory_tells_apart_what_shares_a_name() -> None:
     assert require("H100", 60 * 2**30).name == "H100 SXM"
 
 
+def test_a_devices_memory_is_what_torch_reports_where_that_is_known() -> None:
+    """No data sheet's figure is off by more than drivers keep back or round up, and each says which of the two it is."""
+    reported = [device for device in DEVICES if device.memory_bytes != device.sheet_bytes]
+    assert {"H100 SXM", "H200 SXM", "A100 SXM 80GB", "RTX 4090"} <= {device.name for device in reported}
+    for device in DEVICES:
+        assert 0.98 <= device.memory_bytes / device.sheet_bytes <= 1.08
+        assert ("data sheet's" in device.memory_source) == (device not in reported)
+    assert require("H100").memory_bytes == round(79.11 * 2**30)
+
+
 def test_an_unknown_device_is_said_with_its_neighbours() -> None:
     with pytest.raises(UsageError, match=r"the GPU 'RTX 4080' is unknown(.|\n)*RTX 4090"):
         require("RTX 4080")

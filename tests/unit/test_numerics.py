@@ -150,3 +150,8 @@ def test_decode_knows_signs_infinities_and_nan() -> None:
     assert decode(FORMATS["fp16"], [0x3C00, 0xBC00, 0x7C00, 0x0001]).tolist() == [1.0, -1.0, INF, 2.0**-24]
     assert np.isnan(decode(NARROW["e4m3"], 0x7F))
     assert decode(NARROW["e4m3"], 0x7E) == 448.0
+
+
+def test_the_neighbours_of_one_are_told_from_it() -> None:
+    line = next(line.split() for line in table.text().splitlines() if line.split()[:1] == ["fp32"])
+    assert line[-2:] == ["0.9999999", "1.00000012"]

@@ -389,6 +389,37 @@ def test_a_fragment_needs_a_memory_and_something_that_fits(tmp_path: Path, capsy
     assert capsys.readouterr().out == ""
 
 
+def test_tensors_of_few_rows_lie_on_few_ranks_and_flat_shards_are_tried_before_offload(tmp_path: Path) -> None:
+    """fully_shard cuts the first dimension, of which experts have 4: on 8 ranks half of them hold nothing of it."""
+    experts = CONFIG.replace("llama,", "mixtral, num_local_experts: 4, num_experts_per_tok: 2,").replace("2048", "16384")
+    found = resolved(tmp_path, text=experts)
+    search = search_of(found, 8, 1, 100 * GIB)
+    parts = [p for p in search.arch.params if p.shape[0] == 4]
+    assert len(parts) == 3 * search.arch.layers  # with the routers
+    whole = made(found, 8, 1)
+    row = next(row for row in whole.rows if row.row == "parameters")
+    held = sum(p.count // 4 for p in parts) + sum(
+        -(-p.shape[0] // 8) * p.count // p.shape[0] for p in search.arch.params if p not in parts
+    )
+    assert row.rest_bytes == 4 * held
+    assert row.formula.startswith(f"4 B x {held} on the fullest rank, of {whole.parameters} / 8 ranks: ")
+    assert f"{len(parts)} tensors are cut along a dimension of 4 over 8 ranks, on 4 of which they lie" in row.formula
+    assert f"fullest holds {8 * held / whole.parameters:.2f} equal shares" in whole.text()
+    assert sum("cut along a dimension of 4" in warning for warning in whole.warnings) == 1
+    assert "padding" in whole.traffic[0].formula
+    # On 4 ranks every share is equal.
+    even = made(found, 4, 1)
+    assert even.warnings == ()
+    assert next(row for row in even.rows if row.row == "parameters").formula == f"4 B x {even.parameters} / 4 ranks"
+    # Offload is not needed where flat shards fit, and what is suggested loads as what it was.
+    flat = replace(search.asked, engine="deepspeed", checkpointing="full", micro=1, when="every")
+    search = search_of(found, 8, 1, search.peak(flat))
+    first = candidates(search)[0]
+    assert (first.asked.engine, first.asked.offload) == ("deepspeed", "none")
+    loaded = load(found.path, shlex.split(first.change))
+    assert made(loaded, 8, 1).peak_bytes == first.peak_bytes
+
+
 def test_divisors() -> None:
     assert divisors(1) == [1]
     assert divisors(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36]

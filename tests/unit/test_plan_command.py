@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import shutil
 import subprocess
@@ -64,6 +65,7 @@ def test_a_gpus_name_gives_its_memory_and_its_rates(config: str, capsys: pytest.
     assert (other["time"]["peak_flops"], other["time"]["peak_from"]) == (100e12, "--peak")
     assert other["time"]["no_faster_than_s"] > data["time"]["no_faster_than_s"]
     _, out, _ = answers(capsys, config, "--gpu", "H100")
+    assert "memory of H100 SXM: 79.11 GiB, as torch reports it" in out
     assert "time of a step on H100" in out
     assert "an estimate" in out
     _, out, _ = answers(capsys, config, "--memory", "80GiB")
@@ -76,7 +78,7 @@ def test_a_network_decides_how_long_bytes_between_nodes_take(config: str, capsys
         return next(p["seconds"] for p in json.loads(out)["time"]["parts"] if p["part"] == "network")
 
     assert seconds() is None
-    slow, fast = seconds("--network", "100GB/s"), seconds("--network", "400 GB")
+    slow, fast = seconds("--network", "800Gbit/s"), seconds("--network", "400 GB/s")
     assert slow is not None
     assert fast is not None
     assert slow == pytest.approx(4 * fast)
@@ -89,11 +91,14 @@ def test_a_network_decides_how_long_bytes_between_nodes_take(config: str, capsys
         (("--gpu", "A100"), "A100 SXM 80GB, A100 SXM 40GB"),
         (("--gpu", "H100", "--peak", "fast"), "not a number above 0"),
         (("--gpu", "H100", "--peak", "inf"), "not a number above 0"),
-        (("--gpu", "H100", "--network", "much"), "not an amount"),
+        (("--gpu", "H100", "--network", "much"), "not a rate of bytes or bits"),
+        (("--gpu", "H100", "--network", "400gb/s"), "write 400Gbit/s or 400GB/s"),
         (("--json", "--suggest"), "not allowed with"),
         (("--suggest", "--memory", "80GiB", "--simulate"), "proves a configuration as it stands"),
         (("--simulate", "shard.offload=all"), "fake tensors lie on one device"),
         (("--memory", "0"), "give what one rank's device has"),
+        (("--memory", "80"), "did you mean 80GiB?"),
+        (("--memory", "-1GiB"), "what begins with - is no value"),
     ],
 )
 def test_what_is_not_known_is_said_and_never_guessed(
@@ -122,6 +127,26 @@ def test_the_verdict_says_on_which_ranks_and_a_host_is_shared_by_them(
     assert data["host_bytes_per_node"] == 4 * data["host_bytes_per_rank"] > 0
     _, out, _ = answers(capsys, config, "--memory", "80GiB", "shard.offload=all", "--nodes", "2")
     assert f"a rank x 4 = {format_bytes(data['host_bytes_per_node'])}" in out
+
+
+def test_no_verdict_is_an_answer_of_its_own(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    bert = ("model.config.model_type=bert", "--memory", "1MiB")
+    status, out, err = answers(capsys, config, *bert)
+    assert status == 2
+    assert "fits       unknown" in out
+    assert "model type 'bert' is not among those counted" in err
+    assert "--simulate" in err
+    assert answers(capsys, config, *bert[:1])[0] == 0
+    status, _, err = answers(capsys, config, *bert, "--suggest")
+    assert (status, "config.json" in err, "--simulate" in err) == (2, False, True)
+
+
+def test_what_may_not_be_meant_is_warned_of(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = answers(capsys, config, "model.config.max_position_embeddings=512", "model.config.hidden_act=gleu")
+    assert "warning    data.seq_len = 1024 is beyond the model's max_position_embeddings = 512" in out
+    assert "warning    hidden_act = gleu is no activation" in out
+    _, out, _ = answers(capsys, config, "--memory", "3GiB", "shard.offload=all", "--suggest")
+    assert re.search(r"^# Its ranks hold \d+\.\d+ GiB in the host memory of each node", out, re.MULTILINE)
 
 
 def test_a_device_without_bf16_has_no_time_but_a_plan(config: str, capsys: pytest.CaptureFixture[str]) -> None:

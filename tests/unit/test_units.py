@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from mpdist.errors import UsageError
-from mpdist.units import format_bytes, parse_bytes, parse_duration
+from mpdist.units import format_bytes, parse_bytes, parse_duration, parse_rate
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,33 @@ def test_a_unit_of_one_letter_is_asked_about() -> None:
     with pytest.raises(UsageError) as caught:
         parse_bytes("80G")
     assert caught.value.do == "did you mean 80GiB?"
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [
+        ("50GB/s", 50e9),
+        ("50GBps", 50e9),
+        ("50 GB", 50e9),
+        ("46GiB/s", 46 * 2**30),
+        ("400Gb/s", 50e9),
+        ("400Gbps", 50e9),
+        ("400Gbit/s", 50e9),
+        ("1.6 Tbits/s", 2e11),
+        ("8Kibit/s", 1024),
+    ],
+)
+def test_a_rate_is_of_bytes_or_of_bits(text: str, rate: float) -> None:
+    assert parse_rate(text) == rate
+
+
+@pytest.mark.parametrize(
+    "text", ["400", "400G", "400g", "400Gb", "400gb/s", "400gbps", "400G/s", "400GiBit", "fast", "-1GB/s", ""]
+)
+def test_a_rate_that_may_be_either_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="bits") as caught:
+        parse_rate(text)
+    assert "write" in caught.value.do
 
 
 @pytest.mark.parametrize(

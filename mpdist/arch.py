@@ -21,7 +21,7 @@ from typing import Any
 from mpdist.arch_families import FAMILIES, FIELDS, Family, Shape, attends
 from mpdist.errors import UsageError
 
-MOST_LAYERS = 10_000  # ten times the deepest that anybody has trained; parameters are listed one by one
+MOST_LAYERS = 4096  # four times the deepest that anybody has trained; parameters are listed one by one
 # transformers 5.24's names of activations (ACT2FN).
 ACTIVATIONS = frozenset((
     *("gelu", "gelu_10", "gelu_fast", "gelu_new", "gelu_python", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_accurate"),

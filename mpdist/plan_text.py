@@ -152,7 +152,7 @@ def _verdict(plan: Plan) -> list[str]:
     if plan.memory_bytes is None:
         return ["fits       unknown: give --memory, such as 80GiB, to hear a verdict"]
     if plan.foreseen is None:
-        return ["fits       unknown: no verdict without the bytes"]
+        return ["fits       unknown by formula: no verdict without the bytes"]
     verdict = "yes" if plan.fits else "NO"
     close = f", with less to spare than the estimate is good for ({MARGIN:.0%})" if plan.is_close else ""
     by = " by simulation" if plan.simulation is not None else ""

@@ -279,6 +279,7 @@ def test_a_failed_step_ends_the_examination(resolved: Resolved, monkeypatch: pyt
         (["CONFIG", "--ranks", "2"], {"RANK": "0", "WORLD_SIZE": "2"}, "this process is a rank already"),
         (["CONFIG", "--memory", "lots"], {}, "not an amount of memory"),
         (["CONFIG", "batch.mirco=1"], {}, "batch.micro"),
+        (["."], {}, "mpdist doctor . --html FILE"),
     ],
 )
 def test_what_makes_no_sense_is_refused(

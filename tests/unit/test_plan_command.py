@@ -133,7 +133,7 @@ def test_no_verdict_is_an_answer_of_its_own(config: str, capsys: pytest.CaptureF
     bert = ("model.config.model_type=bert", "--memory", "1MiB")
     status, out, err = answers(capsys, config, *bert)
     assert status == 2
-    assert "fits       unknown" in out
+    assert "fits       unknown by formula" in out
     assert "model type 'bert' is not among those counted" in err
     assert "--simulate" in err
     assert answers(capsys, config, *bert[:1])[0] == 0

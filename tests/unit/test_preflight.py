@@ -85,6 +85,9 @@ def test_free_memory_against_the_plan_of_all_ranks_of_the_host(
     assert found.level == level, found
     assert (found.do != "") == (level != "ok")
     assert machine.host_memory(need=None, least=None, ranks=4).ok
+    with_overhead = machine.host_memory(need=8 * GIB, least=4 * GIB, ranks=4, held=2 * GIB)
+    if free is not None:
+        assert "4 ranks x 8.00 GiB beside the 2.00 GiB of overhead" in with_overhead.value
 
 
 def test_a_control_group_that_gives_less_is_what_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

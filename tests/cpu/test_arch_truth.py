@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.activations import ACT2CLS
 
 from mpdist import arch
 from mpdist.model import give_loss
@@ -175,3 +176,7 @@ def test_whole_logits_are_foreseen_where_the_loss_needs_them(kind: str, changes:
     config = AutoConfig.for_model(fields.pop("model_type"), **(TOKENS | fields))
     way = give_loss(AutoModelForCausalLM.from_config(config, dtype=torch.float32), 64)
     assert described.whole_logits == ("whole logits" in way)
+
+
+def test_the_names_of_activations_are_transformers_own() -> None:
+    assert set(ACT2CLS) == arch.ACTIVATIONS

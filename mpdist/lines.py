@@ -80,14 +80,15 @@ def repair(path: Path) -> bytes | None:
 def _is_object(line: bytes) -> bool:
     try:
         return isinstance(json.loads(line), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 
-def read_lines(path: str | Path) -> list[dict[str, Any]]:
+def read_lines(path: str | Path, check: Callable[[dict[str, Any], str], None] | None = None) -> list[dict[str, Any]]:
     """Every whole line of a history, as written. The end may be in the middle of being written and is left out.
 
-    Raises UsageError for a broken line in the middle, or if there is no such file.
+    check: called with each row and where it stands, such as `metrics.jsonl:7`. Raises UsageError for a broken line in the
+    middle, or if there is no such file.
     """
     try:
         data = Path(path).read_bytes()
@@ -98,6 +99,8 @@ def read_lines(path: str | Path) -> list[dict[str, Any]]:
         if not _is_object(line):
             raise UsageError(f"{path}:{number}: not a JSON object", "only the last line of a history may be torn")
         rows.append(json.loads(line))
+        if check is not None:
+            check(rows[-1], f"{path}:{number}")
     return rows
 
 
@@ -151,7 +154,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """A JSON object from a file; None if it is missing or is none."""
     try:
         value = json.loads(path.read_bytes())
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
 

@@ -12,9 +12,9 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mpdist import paper
+from mpdist import paper, run_files
 from mpdist.errors import UsageError
-from mpdist.lines import number, read_json
+from mpdist.lines import number
 from mpdist.record import read_metrics
 from mpdist.scale import best_static, events
 from mpdist.svg import BLACK, GREY, RULE, WIDTH, Canvas, text_width
@@ -87,27 +87,49 @@ class Telemetry:
 def read(run: str | Path) -> Telemetry:
     """Raises UsageError where there is no run, or one without telemetry."""
     folder = Path(run)
+    with run_files.readable(folder):
+        return _read(folder)
+
+
+def _read(folder: Path) -> Telemetry:
     if not (folder / "metrics.jsonl").exists():
         raise UsageError(
             f"{folder} holds no metrics.jsonl",
             "a precision page is drawn from a run's metrics",
             "give a run's directory",
         )
-    rows = [row for row in read_metrics(folder) if "precision/by_layer" in row]
+    every = read_metrics(folder, _check)
+    rows = [row for row in every if "precision/by_layer" in row]
     layers: dict[int, list[str]] = {}
     for row in rows:
         session = row["session"]
         if session not in layers:
-            layers[session] = (read_json(folder / "sessions" / f"{session:04d}" / "env.json") or {}).get("layers", [])
+            env = run_files.load(folder / "sessions" / f"{session:04d}" / "env.json", run_files.ENV) or {}
+            layers[session] = env.get("layers", [])
     if not rows or not layers[rows[-1]["session"]]:
         raise UsageError(f"{folder} has no telemetry by layer", "no logged step has been measured yet, or an older version ran it",
                          "wait until a step is logged (track.every)")  # fmt: skip
     names = layers[rows[-1]["session"]]
     happened = events(folder)
-    best = best_static(read_metrics(folder), happened)
+    best = best_static(every, happened)
     warned = [e["reason"] for e in happened if e.get("event") == "warning" and "check" in e]
-    return Telemetry(folder.resolve().name, names, [row for row in rows if layers[row["session"]] == names], warned,
-                     str(best) if best is not None else None)  # fmt: skip
+    rows = [row for row in rows if layers[row["session"]] == names]
+    _check_layers(rows, names, folder)
+    return Telemetry(folder.resolve().name, names, rows, warned, str(best) if best is not None else None)
+
+
+def _check(row: dict[str, Any], where: str) -> None:
+    run_files.check_figures(row, where)
+    if "precision/by_layer" in row:
+        run_files.check(row, {"scale/value!": run_files.FIGURE, "scale/skipped!": run_files.COUNT}, where)
+
+
+def _check_layers(rows: Sequence[dict[str, Any]], layers: Sequence[str], folder: Path) -> None:
+    for row in rows:
+        for key, values in row["precision/by_layer"].items():
+            if len(values) != len(layers):
+                what = f"{folder / 'metrics.jsonl'}: precision/by_layer.{key} has {len(values)} values at step {row['step']}"
+                raise UsageError(what, f"its session's env.json names {len(layers)} layers", run_files.DO)
 
 
 def draw(run: str, file: str) -> int:
@@ -202,7 +224,7 @@ def _table(found: Telemetry) -> str:
         own = [(number(row[f"precision/{key}"]), row["step"]) for row in found.rows if f"precision/{key}" in row]
         if own:
             worst = kind.worst([value for value, _ in own])
-            at = next(step for value, step in own if value == worst)
+            at = next((step for value, step in own if value == worst), own[-1][1])  # where none is finite: the last
             lines.append([escape(kind.title), f"{own[0][0]:.3g}", f"{own[-1][0]:.3g}", f"{worst:.3g}", str(at)])
     return paper.table(["figure", "first", "last", "worst", "at step"], [lines], range(1, 5))
 

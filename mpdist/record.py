@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpdist import retries
+from mpdist import retries, run_files
 from mpdist.errors import ConfigError, MachineError, UsageError
 from mpdist.lines import Lines, dump, number, read_json, read_lines, repair, write_atomic
 from mpdist.lock import NAME as LOCK
@@ -133,7 +133,7 @@ class RunDir:
         """Begin the next session: its folder, its logs folder, its env.json; torn histories are repaired."""
         if self.last_alive is None:
             self._look_back()
-        with _reachable(self):
+        with reachable(self.path):
             self._make_session()
         with contextlib.suppress(OSError):  # a disk as full as that has nothing to reserve
             (self.path / _RESERVE).write_bytes(os.urandom(_RESERVE_BYTES))  # zeros would take no room on some
@@ -320,7 +320,7 @@ def open_run(resolved: Resolved, plan: Mapping[str, Any]) -> tuple[RunDir, str]:
     run, mode = standing(resolved, plan)
     if mode == "finished":
         return run, mode
-    with _reachable(run):
+    with reachable(run.path):
         run._look_back()
         run.claim()
         if run.previous.get("state") == "done":  # else a kill during start-up would leave the new budget as spent
@@ -333,7 +333,7 @@ def standing(resolved: Resolved, world: Mapping[str, Any]) -> tuple[RunDir, str]
     """What `open_run` finds or why it refuses, without claiming or writing anything. world: `ranks` and `nodes`."""
     config = resolved.config
     run = RunDir(Path(config.out_dir) / config.name)
-    with _reachable(run):
+    with reachable(run.path):
         if not run.config_path.exists():
             _refuse_foreign(run)
             return run, "new"
@@ -344,12 +344,13 @@ def standing(resolved: Resolved, world: Mapping[str, Any]) -> tuple[RunDir, str]
 
 
 @contextlib.contextmanager
-def _reachable(run: RunDir) -> Iterator[None]:
+def reachable(folder: Path) -> Iterator[None]:
+    """What keeps a run, or a sweep, from using its folder: a MachineError."""
     try:
         yield
     except OSError as error:  # another user's folder, a file in the path's middle
-        what = f"{error.filename or run.path}: {error.strerror}"
-        raise MachineError(what, f"a run keeps all it leaves in {run.path}", "choose another out_dir") from error
+        what = f"{error.filename or folder}: {error.strerror}"
+        raise MachineError(what, f"all that it leaves is kept in {folder}", "choose another out_dir") from error
 
 
 def _existing(run: RunDir, resolved: Resolved) -> str:
@@ -414,16 +415,23 @@ def _refuse_foreign(run: RunDir) -> None:
     raise UsageError(what, "a run directory belongs to one run alone", "choose another name or out_dir")
 
 
-def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+def read_metrics(path: str | Path, check: Callable[[dict[str, Any], str], None] | None = None) -> list[dict[str, Any]]:
     """The rows that count, in order of step: the last of each (kind, step), superseded work left out.
 
     Work is superseded by any row of a later session at the same or an earlier step: that session began again before
-    it. "nan", "inf" and "-inf" come back as floats. path: metrics.jsonl or a run directory.
+    it. "nan", "inf" and "-inf" come back as floats. path: metrics.jsonl or a run directory. check: of
+    each row, beside what puts rows in order (see `read_lines`). Raises UsageError with file and line.
     """
     path = Path(path)
+
+    def checked(row: dict[str, Any], where: str) -> None:
+        run_files.check(row, run_files.ROW, where)
+        if check is not None:
+            check(row, where)
+
     kept: dict[tuple[str, int], dict[str, Any]] = {}
     session: int | None = None
-    for row in read_lines(path / "metrics.jsonl" if path.is_dir() else path):
+    for row in read_lines(path / "metrics.jsonl" if path.is_dir() else path, checked):
         if session is not None and row["session"] != session:
             kept = {key: old for key, old in kept.items() if _order(old) < _order(row)}
         session = row["session"]

@@ -27,7 +27,7 @@ from mpdist.errors import Diverged, MpdistError, Preempted, UsageError
 from mpdist.lines import read_json
 from mpdist.lock import NAME as LOCK
 from mpdist.lock import Lock
-from mpdist.record import RunDir, read_metrics
+from mpdist.record import RunDir, reachable, read_metrics
 from mpdist.supervise import Heard, helper, listening, say
 from mpdist.sweep_arms import Arms, Problems, Wanted
 from mpdist.sweep_file import EqualTime, Sweep, run_name
@@ -53,25 +53,27 @@ class Asked:
 def run(asked: Asked, dry_run: bool = False, compare: Callable[[Path], object] | None = None) -> int:
     """Run what is left of a sweep; 0 when every run has come to its end, else the status of what stopped it.
 
-    compare: called with the sweep's folder at the end; what it refuses is told and changes no status.
+    compare: called with the sweep's folder at the end; where it refuses, its status is the sweep's.
     Raises MpdistError for what can be known before anything starts, and for an arm that is another experiment than the
     others (UsageError). Main thread only.
     """
     making = Making(asked)
     arms = making.arms()
     sweep = making.sweep(arms)
-    known = _standing(making.folder, sweep)
-    if known is not None:
-        sweep = known
-        making.check_budgets(sweep)
-    if dry_run:
-        print(describe(sweep, making.folder))
-        return 0
-    if all(state(making.folder / r.path) in _ENDED for r in sweep.runs):
+    with reachable(making.folder):
+        known = _standing(making.folder, sweep)
+        if known is not None:
+            sweep = _longer(known, sweep.seeds)
+            making.check_budgets(sweep)
+        if dry_run:
+            print(describe(sweep, making.folder))
+            return 0
+        ended = all(state(making.folder / r.path) in _ENDED for r in sweep.runs)
+        lock = None if ended else Lock.take(making.folder)
+    if lock is None:
         return _close(sweep, making.folder, compare)
-    lock = Lock.take(making.folder)
     try:
-        if known is None:
+        if sweep != known:
             sweep_file.write(making.folder, sweep)
         say(describe(sweep, making.folder))
         with listening() as heard:
@@ -183,7 +185,7 @@ def _standing(folder: Path, sweep: Sweep) -> Sweep | None:
                 if foreign
                 else f"{folder} is a file"
             )
-            raise UsageError(what, "a sweep has a folder of its own", "choose another name or out_dir")
+            raise UsageError(what, "a sweep has a folder of its own", _way_on(folder))
         return None
     found = _differences(known, sweep)
     if found:
@@ -193,6 +195,21 @@ def _standing(folder: Path, sweep: Sweep) -> Sweep | None:
             "choose another name for the new sweep: name=...",
         )
     return known
+
+
+def _way_on(folder: Path) -> str:
+    """Beside another folder's name: a sweep that has lost its sweep.json still has its runs."""
+    do = "choose another name or out_dir"
+    if not folder.is_dir() or not any(folder.glob("*-seed*/config.yaml")):
+        return do
+    return f"if these are a sweep's runs, put its {sweep_file.NAME} back; `mpdist compare {folder}` reads them without it. Or {do}"
+
+
+def _longer(known: Sweep, seeds: tuple[int, ...]) -> Sweep:
+    """The sweep with the seeds that are asked for now, which go on from those that it has: the runs that are there keep
+    their places."""
+    order = tuple(sweep_file.alternated(tuple(arm.name for arm in known.arms), seeds))
+    return known if seeds == known.seeds else replace(known, seeds=seeds, order=order)
 
 
 def _differences(known: Sweep, asked: Sweep) -> list[str]:
@@ -209,8 +226,9 @@ def _differences(known: Sweep, asked: Sweep) -> list[str]:
             lines.append(f"arm {name}: {settings} -> {_settings(now[name])}")
     if list(then) != list(now) and then.keys() == now.keys():
         lines.append(f"order of the arms: {', '.join(then)} -> {', '.join(now)}")
+    fewer = len(asked.seeds) < len(known.seeds)  # more of them only add runs
     plain: list[tuple[str, Any, Any]] = [
-        ("--seeds", len(known.seeds), len(asked.seeds)),
+        ("--seeds", len(known.seeds), len(asked.seeds) if fewer else len(known.seeds)),
         ("--ranks", known.ranks, asked.ranks),
         ("--equal-time", _seconds(known), _seconds(asked)),
     ]
@@ -426,6 +444,9 @@ def _close(sweep: Sweep, folder: Path, compare: Callable[[Path], object] | None)
             compare(folder)
         except MpdistError as error:
             print(error, file=sys.stderr, flush=True)
+            do = f"the sweep's runs have ended, and their comparison was refused; to ask again: mpdist compare {folder}"
+            print(do, file=sys.stderr, flush=True)
+            return error.status
     return 0
 
 

@@ -11,11 +11,22 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mpdist import run_files
 from mpdist.errors import UsageError
-from mpdist.lines import dump, read_json, write_atomic
+from mpdist.lines import dump, write_atomic
+from mpdist.run_files import COUNT, FINITE, FLAG, LIST, MAPPING, TEXT, maybe
 
 NAME = "sweep.json"
 _FORMAT = 1
+_SCHEMA: run_files.Schema = {
+    "name!": TEXT, "treatment!": LIST, "treatment.[]": TEXT, "arms!": LIST, "arms.[]": MAPPING, "arms.[].name!": TEXT,
+    "arms.[].settings!": MAPPING, "arms.[].control": FLAG, "arms.[].file": maybe(TEXT), "seeds!": LIST, "seeds.[]": COUNT,
+    "order!": LIST, "order.[]": LIST, "config!": TEXT, "digest!": TEXT, "ranks": maybe(COUNT), "equal_time": maybe(MAPPING),
+    "equal_time.seconds!": FINITE, "equal_time.speeds!": LIST, "equal_time.speeds.[]": MAPPING,
+    "equal_time.speeds.[].arm!": TEXT, "equal_time.speeds.[].step_s!": FINITE, "equal_time.speeds.[].steps!": COUNT,
+    "equal_time.speeds.[].windows!": COUNT, "equal_time.speeds.[].spread_s!": LIST, "equal_time.speeds.[].spread_s.[]": FINITE,
+    "values": MAPPING,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -152,12 +163,24 @@ def read(folder: str | Path) -> Sweep | None:
     if not path.exists():
         return None
     try:
-        value = read_json(path)
-        if value is None:
-            raise ValueError("it holds no JSON object")
-        return Sweep.from_json(value)
-    except (KeyError, TypeError, ValueError, OSError) as error:
-        why = f"no {error}" if isinstance(error, KeyError) else str(error)
-        raise UsageError(
-            f"{path} cannot be read", why, "it is written by `mpdist sweep`: give the folder of one"
-        ) from error
+        value = run_files.load(path, {}) or {}
+        if value["format"] == _FORMAT:  # another version's may differ in all else
+            run_files.check(value, _SCHEMA, path.name)
+        found = Sweep.from_json(value)
+        unknown = sorted({arm for arm, _ in found.order} - {arm.name for arm in found.arms})
+        if unknown:
+            raise ValueError(f"its order names {unknown[0]}, which is no arm of it")
+        return found
+    except (KeyError, TypeError, ValueError) as error:
+        raise _unreadable(path, f"no {error}" if isinstance(error, KeyError) else str(error)) from error
+    except UsageError as error:
+        why = error.why if "cannot be read" in error.what else f"{error.what}: {error.why}"
+        raise _unreadable(path, why or error.what) from error
+
+
+def _unreadable(path: Path, why: str) -> UsageError:
+    do = (
+        f"put it back as `mpdist sweep` wrote it; or remove it: `mpdist compare {path.parent}` then tells arms by the runs' names "
+        "(ARM-seedK), and a new sweep takes another name"
+    )
+    return UsageError(f"{path} cannot be read", why, do)

@@ -1,6 +1,7 @@
 """Runs beside each other: at matched steps and at matched train seconds, with an uncertainty, or refused.
 
     read      what a run left behind, as it stands               -> tree.Run
+    whole     whether its histories hold what its counters say
     arms      which runs are one arm, who is the reference         -> tree.Arm
     fairness  what differs and is not the treatment                -> tree.Difference
     fed       whether runs of a seed began and were fed alike      (a part of fairness)

@@ -81,7 +81,8 @@ def group(
             notes.append(
                 Note(
                     "missing",
-                    f"{len(missing)} of the sweep's {len(sweep.runs)} runs are not here: {', '.join(missing)}",
+                    f"{len(missing)} of the sweep's {len(sweep.runs)} runs are not here, or have not made a step: "
+                    + ", ".join(missing),
                 )
             )
     reference = _reference(groups, sweep, against)

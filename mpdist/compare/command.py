@@ -10,6 +10,7 @@ from mpdist.compare import fairness
 from mpdist.compare.analyse import WARMUP, compare
 from mpdist.compare.tree import Comparison
 from mpdist.errors import GateFailed, UsageError
+from mpdist.run_files import readable
 
 
 def run(
@@ -29,15 +30,16 @@ def run(
 
     html: a file to draw it into, also where it is refused. wandb: online or offline, for a W&B run of its own.
     """
-    found = compare(
-        paths,
-        treatment=treatment,
-        allow=allow,
-        against=against,
-        warmup=WARMUP if warmup is None else warmup,
-        target=target,
-        gate=gates,
-    )
+    with readable(paths[0]):
+        found = compare(
+            paths,
+            treatment=treatment,
+            allow=allow,
+            against=against,
+            warmup=WARMUP if warmup is None else warmup,
+            target=target,
+            gate=gates,
+        )
     if html is not None:
         _draw(found, html)
     if as_json:

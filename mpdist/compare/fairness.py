@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-from mpdist.compare import fed
+from mpdist.compare import fed, whole
 from mpdist.compare.arms import Group, Grouping, in_patterns
 from mpdist.compare.tree import Difference, Note, Run
 from mpdist.errors import UsageError
@@ -223,15 +224,18 @@ def dtypes(run: Run) -> dict[str, str]:
 
 
 def _held(arms: Grouping, told: Told) -> Iterator[Difference]:
-    runs = [run for one in arms.groups for run in one.runs]
+    """Of the runs that have a ledger; those without are noted."""
+    measured = [replace(one, runs=tuple(run for run in one.runs if run.ledger)) for one in arms.groups]
+    groups = [one for one in measured if one.runs]
+    runs = [run for one in groups for run in one.runs]
     for name, causes in HELD.items():
         as_asked = not causes and all(dtypes(run).get(name) in (None, fed.masters_asked(run)) for run in runs)
         if not as_asked and not told(causes):
-            yield from _distinct(arms.groups, name, _dtype(name))
+            yield from _distinct(groups, name, _dtype(name))
 
 
 def _dtype(name: str) -> Callable[[Run], Any]:
-    return lambda run: dtypes(run).get(name, "none" if run.ledger else _MISSING)
+    return lambda run: dtypes(run).get(name, "none")
 
 
 # -- what is worth knowing and stops nothing ------------------------------------------------------------------------------------
@@ -268,6 +272,13 @@ def _about(run: Run) -> Iterator[Note]:
     if run.state != "done":
         reason = run.status.get("reason")
         yield Note("state", f"{run.name}: {run.state} at step {run.steps}" + (f": {reason}" if reason else ""))
+    if run.torn or (run.state not in whole.ENDED and whole.lacking(run) is not None):
+        files = ", ".join(run.torn or ("metrics.jsonl",))
+        yield Note(
+            "torn", f"{run.name}: {files} lacks its end: a kill tears the last line, and may lose what was written last"
+        )
+    if not run.ledger:
+        yield Note("ledger", f"{run.name} has no ledger of what its ranks held: its dtypes are not compared")
     if len(run.envs) > 1:
         yield Note("sessions", f"{run.name} ran in {len(run.envs)} sessions: its train seconds hold a warm-up each")
     drills = sorted({event.get("reason", "") for event in run.events if event["event"] == "drill"})

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from mpdist.compare.fairness import dtypes
 from mpdist.compare.fed import OVERFLOW
 from mpdist.compare.intervals import quantiles, spread
-from mpdist.compare.tree import Figures, Run, Spread
+from mpdist.compare.tree import Figures, Row, Run, Spread
 from mpdist.compare.windows import rate, stretches
 
 NONFINITE = (OVERFLOW, "non-finite loss")
@@ -18,6 +18,12 @@ def figures(runs: Sequence[Run], warm_step: int | None) -> Figures:
     def last(key: str) -> float:
         return mean(run.train[-1].get(key, math.nan) for run in runs)
 
+    def at_one_step(rows: Callable[[Run], Sequence[Row]], key: str) -> tuple[int | None, list[float]]:
+        """The last step of which all runs have a row, and each one's figure there: of two steps no mean is made."""
+        by_step = [{row["step"]: row for row in rows(run)} for run in runs]
+        step = max(set.intersection(*(set(own) for own in by_step)), default=None)
+        return step, [] if step is None else [float(own[step].get(key, math.nan)) for own in by_step]
+
     def rows(key: str, pick: Callable[[list[float]], float]) -> float | None:
         values = [float(row[key]) for run in runs for row in run.train if key in row]
         return pick(values) if values else None
@@ -25,7 +31,8 @@ def figures(runs: Sequence[Run], warm_step: int | None) -> Figures:
     own = [stretches(run, warm_step) for run in runs] if warm_step is not None else []
     steps = [one.step_s for found in own for one in found]
     rates = [found for found in map(rate, own) if found is not None]
-    evals = [float(run.evals[-1]["eval/loss"]) for run in runs if run.evals]
+    eval_step, evals = at_one_step(lambda run: run.evals, "eval/loss")
+    _, trained = at_one_step(lambda run: run.train, "train/loss")
     allocated, reserved = (rows(f"mem/peak_{kind}_bytes", max) for kind in ("allocated", "reserved"))
     skipped: dict[str, int] = {}
     for run in runs:
@@ -38,10 +45,11 @@ def figures(runs: Sequence[Run], warm_step: int | None) -> Figures:
         tokens=last("train/tokens"),
         train_s=last("time/train_s"),
         total_s=last("time/total_s"),
-        train_loss=last("train/loss"),
-        eval_loss=mean(evals) if len(evals) == len(runs) else None,
-        perplexity=math.exp(min(mean(evals), 700.0)) if len(evals) == len(runs) else None,
-        seed_spread=spread(evals) if len(evals) == len(runs) else None,
+        train_loss=mean(trained) if trained else math.nan,
+        eval_step=eval_step,
+        eval_loss=mean(evals) if evals else None,
+        perplexity=math.exp(min(mean(evals), 700.0)) if evals else None,
+        seed_spread=spread(evals) if evals else None,
         tokens_per_s=mean(rates) if len(rates) == len(runs) else None,
         step_s=_spread(steps),
         mfu=rows("speed/mfu", mean),
@@ -70,7 +78,10 @@ def _held(runs: Sequence[Run]) -> dict[str, str]:
 
 
 def _time(runs: Sequence[Run]) -> dict[str, float]:
+    """Nothing where a run has no table: the others' means would pass for all runs'."""
     tables = [run.status.get("time", {}) for run in runs]
+    if not all(tables):
+        return {}
     labels = dict.fromkeys(label for table in tables for label in table)
     return {label: mean(table.get(label, 0.0) for table in tables) for label in labels}
 

@@ -2,7 +2,10 @@
 
 A gate holds where the figures leave no doubt: the one-sided 95 % bound of the quantity is on its right side. Where the
 value is on the right side and its bound is not, the gate is undecided, and does not hold. With one seed there is no
-bound; the value alone decides, and the report says so. What is counted and not estimated decides by its value.
+bound, so an estimate decides no gate but against it. What is counted and not estimated decides by its value.
+
+A run that has not come to its end decides nothing either, on the arm's side or, where the quantity is measured against
+the reference, on that one.
 """
 
 from __future__ import annotations
@@ -34,12 +37,13 @@ class Sides:
 
 @dataclass(frozen=True)
 class Quantity:
-    """units: what a bound may be written in; the first is what is meant without one (None: a unit is required)."""
+    """units: what a bound may be written in, "" being none. alone: units in which the arm's own runs are all that counts."""
 
     meaning: str
     units: tuple[str, ...]
     value: Callable[[Sides, str], Estimate | None]
     spoilt_by: tuple[str, ...] = ()
+    alone: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -135,10 +139,10 @@ QUANTITIES: dict[str, Quantity] = {
     "step_time": Quantity("seconds a token over the reference's", ("x",), _step_time, (SPEED,)),
     "steps_to_loss": Quantity("steps to the common loss over the reference's", ("x",), _steps_to_loss, (LOSS,)),
     "time_to_loss": Quantity("train seconds to the common loss over the reference's", ("x",), _time_to_loss, (LOSS, TIME)),
-    "peak_memory": Quantity("peak allocated bytes of a rank", ("bytes", "x"), _memory),
-    "wire_bytes": Quantity("payload that a rank hands to gradient collectives in a step", ("bytes", "x"), _wire),
-    "skipped": Quantity("attempts that were skipped", ("", "%"), _skipped),
-    "nonfinite": Quantity("attempts that were skipped for a non-finite value", ("",), _nonfinite),
+    "peak_memory": Quantity("peak allocated bytes of a rank", ("bytes", "x"), _memory, alone=("bytes",)),
+    "wire_bytes": Quantity("payload that a rank hands to gradient collectives in a step", ("bytes", "x"), _wire, alone=("bytes",)),
+    "skipped": Quantity("attempts that were skipped", ("", "%"), _skipped, alone=("", "%")),
+    "nonfinite": Quantity("attempts that were skipped for a non-finite value", ("",), _nonfinite, alone=("",)),
 }  # fmt: skip
 
 
@@ -158,10 +162,11 @@ def _parse(text: str) -> Gate:
         raise UsageError(f"--gate {text!r}: there is no quantity called {name}", f"there are {', '.join(QUANTITIES)}",
                          f"did you mean {near[0]}?" if near else "choose one of them")  # fmt: skip
     units, bound = QUANTITIES[name].units, float(number)
+    if not math.isfinite(bound):
+        raise UsageError(f"--gate {text!r}: {number} is infinite", "such a gate holds, or fails, whatever was measured",
+                         "give a finite bound")  # fmt: skip
     if "bytes" in units and unit not in ("", "x", "%"):
         bound, unit = float(parse_bytes(f"{number}{unit}")), "bytes"
-    elif "bytes" in units and unit == "":
-        unit = "bytes"
     if unit not in units:
         takes = " or ".join({"": "no unit", "bytes": "bytes such as 80GiB"}.get(one, one) for one in units)
         what = f"--gate {text!r}: the unit is {unit!r}" if unit else f"--gate {text!r} has no unit"
@@ -209,6 +214,10 @@ def _judge(gate: Gate, of: Sides, defects: Sequence[Defect]) -> GateResult:
         return result(False, f"{run.name} diverged at step {run.steps:,}")
     for run in of.arm.unfinished:
         return result(None, f"{run.name} is {run.state} at step {run.steps:,}")
+    if gate.unit not in quantity.alone:
+        for run in (*of.reference.diverged, *of.reference.unfinished):
+            how = "diverged" if run.state == "diverged" else f"is {run.state}"
+            return result(None, f"{run.name}, of the reference, {how} at step {run.steps:,}")
     if found is None:
         return result(None, "not measured")
     if not math.isfinite(found.value):
@@ -218,6 +227,8 @@ def _judge(gate: Gate, of: Sides, defects: Sequence[Defect]) -> GateResult:
     upward = gate.relation in (">=", ">")
     edge = found.at_least if upward else found.at_most
     holds = _holds(found.value, gate)
+    if holds and edge is None and found.why:
+        return result(None, f"{_show(found.value, gate)} ({found.why}): undecided, more seeds would tell")
     if not holds or edge is None:
         return result(holds, _show(found.value, gate) + (f" ({found.why})" if found.why else ""))
     told = f"{_show(found.value, gate)}, at {'least' if upward else 'most'} {_show(edge, gate)} at 95 %"

@@ -93,6 +93,12 @@ class Facts:
         return f"{own / other:.2f}x the bytes" if own and other else "fewer bytes between ranks"
 
     @property
+    def bought(self) -> str:
+        """What an arm that is no faster has for it."""
+        own, other = self.arm.figures.peak_allocated_bytes, self.reference.figures.peak_allocated_bytes
+        return "memory alone" if own and other and own < other else "nothing that was measured"
+
+    @property
     def defect_names(self) -> str:
         return ", ".join(sorted({one.name for one in self.defects}))
 
@@ -132,7 +138,7 @@ RULES: tuple[Rule, ...] = (
          lambda f: f.computes == ("bf16", "fp32") and not f.pure and f.loss_ok and f.verdict.speed == "faster",
          "train in it: {f.speed}, loss gap {f.loss}, and there is no scale to watch", _BF16),
     Rule("BF16 needs its units", lambda f: f.computes[0] == "bf16" and f.no_faster,
-         "stay in FP32 on this device: {f.speed}, so BF16 buys memory alone", _BF16),
+         "stay in FP32 on this device: {f.speed}, so BF16 buys {f.bought}", _BF16),
     Rule("FP16 with its scale healthy", lambda f: f.computes[0] == "fp16" and not f.sick and f.loss_ok,
          "its scale is healthy ({f.skip_share:.1%} of the later attempts skipped, scale {f.scale}): take it where the device has no "
          "BF16", _AMP),

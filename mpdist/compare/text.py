@@ -142,15 +142,19 @@ _ROWS: tuple[tuple[str, Callable[[Arm], str]], ...] = (
 )  # fmt: skip
 
 
+def _seconds_of(arm: Arm, label: str) -> str:
+    return f"{arm.figures.time.get(label, 0.0):,.1f}" if arm.figures.time else NOTHING
+
+
 def arms(found: Comparison) -> Table:
     """One column an arm; rows that nobody has are left out. Below: what the train clock leaves out."""
     head = ["means over seeds", *(f"{arm.name}{' (A/A)' * arm.control}" for arm in found.arms)]
     rows = [[name, *(cell(arm) for arm in found.arms)] for name, cell in _ROWS]
+    if len({arm.figures.eval_step for arm in found.arms}) > 1:  # no two cells of a row mean different steps unsaid
+        at = next(i for i, row in enumerate(rows) if row[0] == "evaluation loss")
+        rows.insert(at + 1, ["  at step", *(_maybe(_count, arm.figures.eval_step) for arm in found.arms)])
     labels = dict.fromkeys(label for arm in found.arms for label in arm.figures.time if label != "train")
-    rows += [
-        [f"  not in train: {label}", *(f"{arm.figures.time.get(label, 0.0):,.1f}" for arm in found.arms)]
-        for label in labels
-    ]
+    rows += [[f"  not in train: {label}", *(_seconds_of(arm, label) for arm in found.arms)] for label in labels]
     return Table(head, [row for row in rows if set(row[1:]) != {NOTHING}])
 
 

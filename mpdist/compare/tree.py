@@ -14,8 +14,8 @@ Row = Mapping[str, Any]  # of metrics.jsonl, events.jsonl or ledger.json, as it 
 class Run:
     """One run directory. values: of its configuration, by dotted names.
 
-    train, evals: the rows of metrics.jsonl that count. events: without what a resume superseded. envs: each session's
-    env.json, in order.
+    train, evals: the rows of metrics.jsonl that count. events: without what a resume superseded. envs: the env.json of each
+    session that came to its device, in order. torn: names of the histories that end in the middle of a line.
     """
 
     path: Path
@@ -27,6 +27,7 @@ class Run:
     plan: Mapping[str, Any] = field(repr=False)
     ledger: tuple[Row, ...] = field(repr=False)
     envs: tuple[Mapping[str, Any], ...] = field(repr=False)
+    torn: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -149,9 +150,10 @@ class Defect:
 class Figures:
     """Of one arm, over its runs: means unless a field says otherwise. None where nobody measured it.
 
-    train_s, total_s: of the whole run. tokens_per_s: real tokens over train seconds, warm-up left out. mfu: mean of its
+    train_s, total_s: of the whole run. train_loss, eval_loss: at the last step of which all runs have one (eval_step).
+    tokens_per_s: real tokens over train seconds, warm-up left out. mfu: mean of its
     rows, peak_flops what it divides by; device_busy: mean share of its rows. *_bytes: the largest. skipped: reason ->
-    attempts. seed_spread: standard deviation over seeds of the last evaluation loss. time: label -> seconds, the runs' tables.
+    attempts. seed_spread: standard deviation over seeds of eval_loss. time: label -> seconds, the runs' tables, if all have one.
     """
 
     steps: float
@@ -161,6 +163,7 @@ class Figures:
     train_s: float
     total_s: float
     train_loss: float
+    eval_step: int | None
     eval_loss: float | None
     perplexity: float | None
     seed_spread: float | None
@@ -202,8 +205,8 @@ class Arm:
 
     @property
     def unfinished(self) -> tuple[Run, ...]:
-        """Runs that are under way, were stopped, or failed."""
-        return tuple(run for run in self.runs if run.state in ("running", "preempted", "failed"))
+        """Runs that are under way, were stopped, or failed, or of which nobody knows."""
+        return tuple(run for run in self.runs if run.state not in ("done", "diverged"))
 
     def run(self, seed: int) -> Run:
         return next(run for run in self.runs if run.seed == seed)

@@ -15,11 +15,11 @@ def verdict(pair: Pair, arm: Arm, reference: Arm, defects: Sequence[Defect], con
     """control: whether the arm is the reference over again, of which any difference is noise."""
     spoilt = {claim: one for one in defects for claim in one.spoils if one.arm in (pair.arm, pair.against)}
     speed, said_of_speed = _speed(pair, spoilt.get(SPEED))
-    loss, said_of_loss = _diverged(arm) or _loss(pair, reference, spoilt.get(LOSS))
-    drift, said_of_drift = _drift(pair, spoilt.get(LOSS))
+    loss, said_of_loss = _diverged(arm) or _nothing_to_hold(reference) or _loss(pair, reference, spoilt.get(LOSS))
+    drift, said_of_drift = ("unknown", "") if reference.diverged else _drift(pair, spoilt.get(LOSS))
     parts = [said_of_speed, said_of_loss, *([said_of_drift] if said_of_drift else [])]
     at = pair.at_time("train")
-    if at is not None and loss != "diverged" and not spoilt.keys() & {LOSS, TIME}:
+    if at is not None and loss != "diverged" and not reference.diverged and not spoilt.keys() & {LOSS, TIME}:
         parts.append(_at_time(at))
     name = f"{pair.arm} (A/A control)" if control else pair.arm
     return Verdict(pair.arm, pair.against, f"{name}: " + "; ".join(filter(None, parts)), speed, loss, drift)
@@ -82,6 +82,13 @@ def _diverged(arm: Arm) -> tuple[str, str] | None:
         return None
     ends = ", ".join(f"{run.name} at step {run.steps:,}" for run in arm.diverged)
     return "diverged", f"DIVERGED: {ends} of {len(arm.runs)} run{'s' * (len(arm.runs) != 1)}"
+
+
+def _nothing_to_hold(reference: Arm) -> tuple[str, str] | None:
+    """A reference that diverged has no loss that another could be higher or lower than."""
+    for run in reference.diverged:
+        return "withheld", f"loss withheld: {run.name}, of the reference, diverged at step {run.steps:,}"
+    return None
 
 
 def _loss(pair: Pair, reference: Arm, spoilt: Defect | None) -> tuple[str, str]:

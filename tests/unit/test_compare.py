@@ -106,7 +106,7 @@ def test_a_sweep_says_what_its_arms_are_what_may_differ_and_what_is_missing(tmp_
     assert [one.key for one in compare([str(tmp_path)]).refused] == ["seeds"]
     some = compare([str(tmp_path)], allow=["seeds"])
     assert [note.text for note in some.notes if note.kind == "missing"] == [
-        "1 of the sweep's 6 runs are not here: fp32-seed1"
+        "1 of the sweep's 6 runs are not here, or have not made a step: fp32-seed1"
     ]
     named = compare([str(tmp_path / "bf16-seed0"), str(tmp_path / "fp32-seed0")])
     assert (named.reference, named.control) == ("bf16", None)
@@ -152,10 +152,11 @@ def test_a_run_counts_once_and_keeps_the_name_that_it_is_called_by(tmp_path: Pat
 
 
 def test_superseded_work_does_not_count(tmp_path: Path) -> None:
-    made = Made("fp32-seed0", steps=6, eval_every=0)
+    made = Made("fp32-seed0", steps=6, eval_every=0, status={"state": "running"})
     path = made.write(tmp_path)
     rows = (path / "metrics.jsonl").read_text().splitlines()
-    again = [json.dumps({**json.loads(row), "session": 2, "train/loss": 1.0}) for row in rows[3:]]
+    later = [{"session": 2, "train/loss": 1.0, "attempt": step + 1, "scale/skipped": 1} for step in (4, 5, 6)]
+    again = [json.dumps({**json.loads(row), **new}) for row, new in zip(rows[3:], later, strict=True)]
     (path / "metrics.jsonl").write_text("\n".join([*rows[:5], *again]) + "\n")
     told = (("start", 0, 0), ("skip", 1, 2), ("skip", 3, 5), ("start", 3, 4))
     events = [

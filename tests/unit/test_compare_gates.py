@@ -102,11 +102,42 @@ def test_speed_and_its_inverse() -> None:
     assert judged("step_time<=0.66x").holds is False
 
 
-def test_with_one_seed_the_value_decides_and_it_is_said() -> None:
-    one = judged("loss_gap<=0.25%", arms((0.005,)))
-    assert one.holds is True
-    assert "one seed" in one.text
+def test_with_one_seed_an_estimate_holds_no_gate_and_a_count_does() -> None:
+    for gate in ("loss_gap<=0.25%", "speed>=1.2x", "perplexity_gap<=1%", "steps_to_loss<=1.1x"):
+        one = judged(gate, arms((0.005,)))
+        assert one.holds is None, gate
+        assert "one seed: nothing says what another would give): undecided" in one.text
     assert judged("loss_gap<=0.1%", arms((0.005,))).holds is False
+    for gate in ("skipped<=0", "nonfinite<=0", "peak_memory<=1GiB", "peak_memory<=1x"):
+        assert judged(gate, arms((0.005,))).holds is True, gate
+
+
+@pytest.mark.parametrize("state", ["diverged", "running", "preempted", "failed", "unknown"])
+def test_a_reference_that_has_not_come_to_its_end_holds_no_gate_against_it(state: str) -> None:
+    made = arms()
+    made[2].status = {"state": state}  # of seed 1
+    found = compared(made, "loss_gap<=5%", "speed>=1.2x", "peak_memory<=1x", "nonfinite<=0", "peak_memory<=1GiB")
+    assert [one.holds for one in found.gates] == [None, None, None, True, True]
+    assert found.gates[0].text.startswith("fp32-seed1, of the reference, ")
+    if state == "diverged":
+        assert (found.verdicts[0].loss, found.verdicts[0].drift) == ("withheld", "unknown")
+        assert "loss withheld: fp32-seed1, of the reference, diverged at step 150" in found.verdicts[0].line
+    made[2].status, made[3].status = {}, {"state": state}
+    assert all(one.holds is not True for one in compared(made, "loss_gap<=5%", "nonfinite<=0").gates)
+
+
+@pytest.mark.parametrize(
+    ("gate", "said"),
+    [
+        ("loss_gap<=1e400", "1e400 is infinite"),
+        ("speed>=-1e999x", "-1e999 is infinite"),
+        ("peak_memory<=1", "has no unit"),
+        ("wire_bytes<=5", "has no unit"),
+    ],
+)
+def test_a_bound_is_finite_and_has_its_unit(gate: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        gates.parse([gate])
 
 
 def test_what_is_counted_is_not_estimated() -> None:

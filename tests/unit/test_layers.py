@@ -63,6 +63,7 @@ LAYERS = {
     "lines": 2,
     "lock": 2,
     "record": 2,
+    "run_files": 2,
     "precision_html": 2,
     "scale": 2,
     "retries": 2,

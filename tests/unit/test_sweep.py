@@ -240,7 +240,13 @@ def test_the_file_comes_back_as_it_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [("{", "no JSON object"), ("{}", "no 'format'"), ('{"format": 99}', "its format is 99")]
+    ("text", "says"),
+    [
+        ("{", "it is no JSON"),
+        ("[]", "it holds no JSON object"),
+        ("{}", "no 'format'"),
+        ('{"format": 99}', "its format is 99"),
+    ],
 )
 def test_a_file_that_is_no_sweeps(tmp_path: Path, text: str, says: str) -> None:
     assert sweep_file.read(tmp_path) is None

@@ -128,7 +128,7 @@ def test_untracked_runs_have_no_group(fake: Fake) -> None:
     assert fake.resolved["base-seed5"].config.track.wandb.group is None
 
 
-def test_a_comparison_that_refuses_is_told_and_the_sweep_is_done_all_the_same(
+def test_a_comparison_that_refuses_has_the_last_line_and_the_status(
     fake: Fake, capsys: pytest.CaptureFixture[str]
 ) -> None:
     compared: list[Path] = []
@@ -142,9 +142,14 @@ def test_a_comparison_that_refuses_is_told_and_the_sweep_is_done_all_the_same(
     assert sweep.run(TWO, compare=compare) == 75
     assert compared == [], "half a sweep is not compared"
     fake.plan.clear()
-    assert sweep.run(TWO, compare=compare) == 0
+    assert sweep.run(TWO, compare=compare) == 2
     assert compared == [HOME.absolute()]
-    assert capsys.readouterr().err == "the runs differ in data.train\n  do:  give them the same\n"
+    *said, last = capsys.readouterr().err.splitlines()
+    assert said == ["the runs differ in data.train", "  do:  give them the same"]
+    assert last == (
+        f"the sweep's runs have ended, and their comparison was refused; to ask again: mpdist compare {HOME.absolute()}"
+    )
+    assert {sweep.state(HOME / name) for name in ORDER} == {"done"}
 
 
 def test_an_arm_that_diverges_is_recorded_and_not_repeated(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,7 +208,7 @@ def test_another_sweep_in_the_same_folder_is_refused_with_the_differences(fake: 
     assert sweep.run(TWO) == 0
     before = contents(HOME)
     other = Asked(
-        "run.yaml", ("optim.lr=1.0", "launch.timeout=5m"), ("precision.compute=fp32,fp16",), seeds=3, control=True
+        "run.yaml", ("optim.lr=1.0", "launch.timeout=5m"), ("precision.compute=fp32,fp16",), seeds=1, control=True
     )
     said = refusal(other)
     assert f"{HOME.absolute()} holds another sweep; it differs in (there -> now):" in said
@@ -211,7 +216,7 @@ def test_another_sweep_in_the_same_folder_is_refused_with_the_differences(fake: 
         "optim.lr: 2.0e-05 -> 1.0",
         "arm bf16: there -> absent",
         "arm fp16: absent -> there",
-        "--seeds: 2 -> 3",
+        "--seeds: 2 -> 1",
     ):
         assert f"\n    {line}\n" in said
     assert "arm fp32-control: absent -> there" in said
@@ -224,6 +229,48 @@ def test_another_sweep_in_the_same_folder_is_refused_with_the_differences(fake: 
     )
     assert "--ranks: null -> 2" in refusal(Asked("run.yaml", vary=TWO.vary, seeds=2, ranks=2))
     assert contents(HOME) == before
+
+
+def test_more_seeds_go_on_in_the_same_folder(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sweep.run(TWO) == 0
+    before = {name: contents(HOME / name) for name in ORDER}
+    more = Asked("run.yaml", vary=TWO.vary, seeds=4)
+    known = (HOME / sweep_file.NAME).read_bytes()
+    assert sweep.run(more, dry_run=True) == 0
+    assert (HOME / sweep_file.NAME).read_bytes() == known
+    added = ["fp32-seed7", "bf16-seed7", "bf16-seed8", "fp32-seed8"]
+    fake.plan["bf16-seed8"] = "TERM"
+    assert sweep.run(more) == 75
+    fake.plan.clear()
+    assert sweep.run(more) == 0
+    assert fake.started == [*ORDER, *added[:3], *added[2:]]
+    assert {name: contents(HOME / name) for name in ORDER} == before
+    found = sweep_file.read(HOME)
+    assert found is not None
+    assert (found.seeds, [run.path for run in found.runs]) == ((5, 6, 7, 8), [*ORDER, *added])
+    assert "--seeds: 4 -> 2" in refusal(TWO)
+
+
+def test_a_folder_that_cannot_be_one_is_the_machines_fault_as_for_a_launch(
+    fake: Fake, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("afile").write_text("")
+    for where in ("afile", "afile/deeper"):
+        assert cli.main(["sweep", "run.yaml", "--vary", TWO.vary[0], f"out_dir={where}"]) == 4
+        said = capsys.readouterr().err
+        assert "afile" in said
+        assert "Not a directory" in said
+        assert "do:  choose another out_dir" in said
+    assert fake.started == []
+
+
+def test_a_sweep_that_has_lost_its_file_is_told_a_way_on(fake: Fake) -> None:
+    assert sweep.run(TWO) == 0
+    (HOME / sweep_file.NAME).unlink()
+    said = refusal(TWO)
+    assert f"put its sweep.json back; `mpdist compare {HOME.absolute()}` reads them without it" in said
+    (HOME / sweep_file.NAME).write_text("{")
+    assert f"remove it: `mpdist compare {HOME.absolute()}` then tells arms by the runs' names" in refusal(TWO)
 
 
 def test_a_folder_of_something_else_is_left_alone(fake: Fake) -> None:

@@ -65,17 +65,18 @@ def run(asked: Asked, dry_run: bool = False, compare: Callable[[Path], object] |
         if known is not None:
             sweep = _longer(known, sweep.seeds)
             making.check_budgets(sweep)
-        if dry_run:
-            print(describe(sweep, making.folder))
-            return 0
+        text = describe(sweep, making.folder)
         ended = all(state(making.folder / r.path) in _ENDED for r in sweep.runs)
-        lock = None if ended else Lock.take(making.folder)
+        lock = None if ended or dry_run else Lock.take(making.folder)
+    if dry_run:
+        print(text)
+        return 0
     if lock is None:
         return _close(sweep, making.folder, compare)
     try:
         if sweep != known:
             sweep_file.write(making.folder, sweep)
-        say(describe(sweep, making.folder))
+        say(text)
         with listening() as heard:
             status = Running(making, sweep, heard).run()
     finally:

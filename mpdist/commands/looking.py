@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from mpdist.commands.words import (
     OVERRIDES,
     Parser,
+    figure,
     load_config,
     memory_of,
     natural,
@@ -119,7 +120,7 @@ def _compare_parser() -> Parser:
     )
     parser.add_argument(
         "--to-loss",
-        type=rate,
+        type=figure,
         metavar="LOSS",
         help="the evaluation loss to reach (default: the highest that a run ends with)",
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
@@ -98,6 +99,16 @@ def rate(text: str) -> float:
         found = 0.0
     if not 1e-3 <= found <= 1e6:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 (TFLOP/s, from 0.001 to a million)")
+    return found
+
+
+def figure(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number above 0")
     return found
 
 

@@ -255,6 +255,21 @@ def test_one_seed_makes_no_claim() -> None:
     assert [advice.rule for advice in one.guide] == ["one seed says little"]
 
 
+@pytest.mark.parametrize(
+    ("peak", "bought"), [(2**27, "memory alone"), (2**28, "nothing that"), (2**29, "nothing that")]
+)
+def test_memory_is_recommended_where_the_peak_is_lower(peak: int, bought: str) -> None:
+    told = [one.text for one in found(*three(row={"mem/peak_allocated_bytes": peak})).guide if "needs" in one.rule]
+    assert len(told) == 1
+    assert f"so BF16 buys {bought}" in told[0]
+
+
+def test_the_loss_to_reach_is_a_finite_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for text in ("nan", "inf", "0", "low"):
+        assert cli.main(["compare", str(tmp_path), "--to-loss", text]) == 2
+        assert f"--to-loss: '{text}' is not a finite number above 0" in capsys.readouterr().err
+
+
 def test_runs_of_two_lengths_are_matched_where_the_shorter_ends() -> None:
     made = [Made("fp32-seed0", steps=100), Made("bf16-seed0", steps=150, settings=BF16)]
     both = found(*made)

@@ -127,9 +127,17 @@ def load_config(arguments: argparse.Namespace) -> Resolved:
     # Building the schema makes many objects and no garbage: looking for some takes a tenth of the time.
     gc.disable()
     try:
-        from mpdist.config import load
+        from mpdist.config import ConfigError, load
 
-        return load(arguments.config, arguments.overrides)
+        try:
+            return load(arguments.config, arguments.overrides)
+        except ConfigError:
+            # What is advised has to hold on the world that is asked for.
+            given = [(name, getattr(arguments, name, None)) for name in ("ranks", "nodes")]
+            world = [f"launch.{name}={count}" for name, count in given if count]
+            if world:
+                load(arguments.config, [*arguments.overrides, *world])
+            raise
     finally:
         gc.enable()
 

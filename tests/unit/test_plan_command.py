@@ -98,6 +98,7 @@ def test_a_network_decides_how_long_bytes_between_nodes_take(config: str, capsys
         (("--simulate", "shard.offload=all"), "fake tensors lie on one device"),
         (("--memory", "0"), "give what one rank's device has"),
         (("--memory", "80"), "did you mean 80GiB?"),
+        (("--ranks", "8", "batch.micro=3"), "take batch.global 24 or 48 (3 x 8 ranks"),
         (("--memory", "-1GiB"), "what begins with - is no value"),
     ],
 )

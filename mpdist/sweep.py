@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mpdist import launch, sweep_arms, sweep_file, sweep_first, sweep_speed
+from mpdist import launch, run_files, sweep_arms, sweep_file, sweep_first, sweep_speed
 from mpdist.config import Resolved, load
 from mpdist.config.compat import differences
 from mpdist.config.describe import show
@@ -428,7 +428,8 @@ def _close(sweep: Sweep, folder: Path, compare: Callable[[Path], object] | None)
     """All runs have ended: how, and the comparison or the command for it."""
     rows = [["run", "state", "steps", "train s", "eval loss"]]
     for run in sweep.runs:
-        status, metrics = read_json(folder / run.path / "status.json") or {}, read_metrics(folder / run.path)
+        status = run_files.load(folder / run.path / "status.json", run_files.STATUS) or {}
+        metrics = read_metrics(folder / run.path, run_files.check_figures)
         last: dict[str, Any] = next((row for row in reversed(metrics) if row["kind"] == "eval"), {})
         seconds = (status.get("time") or {}).get("train")
         rows.append([

@@ -63,9 +63,8 @@ def run(
     nodes = nodes or cfg.launch.nodes
     ranks, whence = _ranks(resolved) if ranks is None else (ranks, "--ranks")
     if suggest and memory_bytes is None:
-        raise UsageError(
-            "--suggest", "it asks what fits, and no memory is given", "give --memory, such as 80GiB, or --gpu"
-        )
+        why, do = "it asks what fits, and no memory is given", "give --memory, such as 80GiB, or --gpu"
+        raise UsageError("--suggest", why, do)
     if suggest and simulate:
         do = "save what it prints, and plan that file with --simulate"
         raise UsageError("--suggest with --simulate", "a simulation proves a configuration as it stands", do)
@@ -91,11 +90,14 @@ def run(
     if as_json:
         print(json.dumps(plan.to_json(), indent=2))
     if memory_bytes is not None and plan.foreseen is None:
-        why = shape.reason if isinstance(shape, Unknown) else "the model's shape is unknown"
-        asks = "--memory" if gpu is None else "--memory or --gpu"
-        do = "add --simulate, which plays the model itself with torch, or leave the memory out"
-        raise UsageError(f"no verdict on {asks} {format_bytes(memory_bytes)}: bytes are not known by formula", why, do)
+        raise _no_verdict("--memory" if gpu is None else "--memory or --gpu", memory_bytes, shape)
     return DoesNotFit.status if plan.fits is False else 0
+
+
+def _no_verdict(asks: str, memory_bytes: int, shape: Arch | Unknown) -> UsageError:
+    why = shape.reason if isinstance(shape, Unknown) else "the model's shape is unknown"
+    do = "add --simulate, which plays the model itself with torch, or leave the memory out"
+    return UsageError(f"no verdict on {asks} {format_bytes(memory_bytes)}: bytes are not known by formula", why, do)
 
 
 def _simulated(plan: Plan, cfg: Config, every_layer: bool) -> Plan:

@@ -52,14 +52,9 @@ def run(
     play it on fake tensors, which takes torch and some seconds; every_layer: with all of the model's blocks.
     """
     cfg = resolved.config
-    device, memory_from = None, ""
-    if gpu is not None:
-        from mpdist.devices import require
-
-        device = require(gpu, memory_bytes)
-        if memory_bytes is None:
-            memory_bytes = device.memory_bytes
-            memory_from = f"memory of {device.name}: {format_bytes(memory_bytes)}, {device.memory_source}"
+    device, memory_from = _card(gpu, memory_bytes)
+    if device is not None:
+        memory_bytes = memory_bytes or device.memory_bytes
     nodes = nodes or cfg.launch.nodes
     ranks, whence = _ranks(resolved) if ranks is None else (ranks, "--ranks")
     if suggest and memory_bytes is None:
@@ -92,6 +87,17 @@ def run(
     if memory_bytes is not None and plan.foreseen is None:
         raise _no_verdict("--memory" if gpu is None else "--memory or --gpu", memory_bytes, shape)
     return DoesNotFit.status if plan.fits is False else 0
+
+
+def _card(gpu: str | None, memory_bytes: int | None) -> tuple[Device | None, str]:
+    """(the card, what its memory is known from; empty where the memory is given)."""
+    if gpu is None:
+        return None, ""
+    from mpdist.devices import require
+
+    device = require(gpu, memory_bytes)
+    said = f"memory of {device.name}: {format_bytes(device.memory_bytes)}, {device.memory_source}"
+    return device, said if memory_bytes is None else ""
 
 
 def _no_verdict(asks: str, memory_bytes: int, shape: Arch | Unknown) -> UsageError:

@@ -260,8 +260,8 @@ def _problem(tree: Tree, path: Path, kind: str, message: str) -> MpdistError:
     do = f"give {name} {key.expects}" if kind == "value_error" else "correct the value, or take the key out"
     if isinstance(value, str) and value.lower() in ("yes", "no", "on", "off") and "true or false" in key.expects:
         do = f"YAML 1.2 reads {value} as text; write {'true' if value.lower() in ('yes', 'on') else 'false'}"
-    elif isinstance(value, str) and _OTHER_WORDS.get(value.lower(), "-") in key.expects:
-        do = f"did you mean {_OTHER_WORDS[value.lower()]}?"
+    elif isinstance(value, str) and (word := _OTHER_WORDS.get(value.lower(), "")) and word in key.expects:
+        do = f"did you mean {word}?"
     elif isinstance(value, str):
         close = difflib.get_close_matches(value.lower(), key.expects.replace(",", " ").split(), n=1, cutoff=0.6)
         if close and close[0] not in ("or", "whole", "number", "text"):

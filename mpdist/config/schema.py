@@ -156,7 +156,7 @@ class Scale(Section):
         "auto", description="auto: dynamic where compute or wire is fp16, else off. static keeps init."
     )
     init: ScaleValue = Field(65536.0, description="The first loss scale.")
-    growth: float = Field(2.0, gt=1, description="The factor after `interval` windows without an overflow.")
+    growth: float = Field(2.0, gt=1, le=2.0**16, description="The factor after `interval` windows without an overflow.")
     backoff: float = Field(0.5, gt=0, lt=1, description="The factor after an overflow.")
     interval: int = Field(2000, ge=1, description="Windows without an overflow before the scale grows.")
     floor: ScaleValue = Field(1.0, description="The scale never falls below this.")

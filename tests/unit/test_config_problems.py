@@ -130,6 +130,8 @@ def test_an_unknown_key_in_every_section_is_refused(good: Path) -> None:
     [
         ("seed=-1", "a whole number >= 0"),
         ("seed=1.5", "a whole number >= 0"),
+        ("precision.scale.init=abc", "a number >= 1e-18"),
+        ("precision.scale.growth=1e300", "a number > 1 and <= 65536"),
         ("seed=true", "a whole number >= 0"),
         ("deterministic=1", "true or false"),
         ("name=a/b", "one folder name"),

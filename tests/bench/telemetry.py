@@ -99,11 +99,12 @@ def main() -> None:
     control = [a1 / a2 - 1 for (_, a1), _, _, (_, a2) in rounds]
     plain = statistics.median(a for name, a in blocks if name == "A") / STEPS
     inside = statistics.median(own for (name, _), own in zip(blocks, spent[1:], strict=True) if name == "B")
-    print(json.dumps({"compute": asked.compute, "parameters": sum(p.tensor.numel() for p in run.parts.engine.parts),
+    told = json.dumps({"compute": asked.compute, "parameters": sum(p.tensor.numel() for p in run.parts.engine.parts),
                       "step_cpu_s": round(plain, 4), "cost": round(statistics.median(ratios), 4),
                       "control": round(statistics.median(control), 4),
                       "inside": round(inside / STEPS / plain, 4), "inside_cpu_s": round(inside, 4),
-                      "costs": [round(r, 4) for r in ratios], "controls": [round(r, 4) for r in control]}), file=out, flush=True)  # fmt: skip
+                      "costs": [round(r, 4) for r in ratios], "controls": [round(r, 4) for r in control]})  # fmt: skip
+    print(told, file=out, flush=True)
 
 
 if __name__ == "__main__":

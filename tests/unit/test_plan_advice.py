@@ -391,7 +391,9 @@ def test_a_fragment_needs_a_memory_and_something_that_fits(tmp_path: Path, capsy
 
 def test_tensors_of_few_rows_lie_on_few_ranks_and_flat_shards_are_tried_before_offload(tmp_path: Path) -> None:
     """fully_shard cuts the first dimension, of which experts have 4: on 8 ranks half of them hold nothing of it."""
-    experts = CONFIG.replace("llama,", "mixtral, num_local_experts: 4, num_experts_per_tok: 2,").replace("2048", "16384")
+    experts = CONFIG.replace("llama,", "mixtral, num_local_experts: 4, num_experts_per_tok: 2,").replace(
+        "2048", "16384"
+    )
     found = resolved(tmp_path, text=experts)
     search = search_of(found, 8, 1, 100 * GIB)
     parts = [p for p in search.arch.params if p.shape[0] == 4]

@@ -21,7 +21,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("replay")
     model = {"config": {**tiny.LLAMA, "attention_dropout": 0.1}}
     base = {"model": model, "budget__steps": 5, "checkpoint": {"every": 2, "keep": 5},
-            "drill": {"overflow_at": {"attempts": [4], "rank": 1}}, "precision": {"compute": "fp16", "scale": {"per_block": True}}}  # fmt: skip
+            "drill": {"overflow_at": {"attempts": [4], "rank": 1}},
+            "precision": {"compute": "fp16", "scale": {"per_block": True}}}  # fmt: skip
     (run,) = watched.sessions(folder, 2, [{**base, "name": "two"}])
     assert run.status == 0, run.message
     assert len(run.attempts) > 5

@@ -275,7 +275,8 @@ def _check_masters(engine: Engine, policy: precision.Policy) -> None:
             name, largest = large[0]
             raise UsageError(f"precision.compute = fp16, but {name} holds {largest:g}",
                              "FP16 ends at 65504, so this weight would become infinite",
-                             "use precision.compute: bf16, or keep that module in FP32 with precision.keep_fp32")  # fmt: skip
+                             "use precision.compute: bf16; or keep that module in FP32 with precision.keep_fp32, if what leaves"
+                             " it stays below that")  # fmt: skip
 
 
 def _check_attention(built: nn.Module, cfg: Config) -> None:

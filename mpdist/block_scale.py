@@ -240,6 +240,11 @@ class BlockScale:
         low, high = torch.aminmax(self._used)
         return {"scale/block_min": float(low), "scale/block_max": float(high)}
 
+    def fallen(self) -> list[str]:
+        """After `close`, the blocks whose scales fell, in backward order: the first one is where it arose. The host waits."""
+        lower = (self._exponents < self._used).tolist()
+        return [name for name, fell in zip(self.names, lower, strict=True) if fell][::-1]
+
     def state(self) -> list[int]:
         """The powers of two of the next window's scales; the host waits."""
         return [int(power) for power in self._exponents.tolist()]

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from mpdist.feed import Batch
-from mpdist.precision import Decision, Reason
+from mpdist.precision import Decision, Policy, Reason
 from mpdist.trace import STAGES, Sight, called
+
+# By rehearsed fault, the kinds of cause that are its own doing.
+_REHEARSED = {"overflow_at": ("addend", "sum"), "nan_loss_at": ("loss",)}
 
 
 @dataclass(frozen=True)
@@ -25,12 +29,19 @@ class Report:
     def sentence(self) -> str:
         return ". ".join(self.lines)
 
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """What makes it the same finding as another one, whatever its numbers are."""
+        keys = ("kind", "module", "tensor", "parameter", "lower_scale", "rows")
+        return (self.rank, *(repr(self.facts.get(key)) for key in keys))
+
 
 @dataclass(frozen=True)
 class Attempt:
     """A skipped attempt, on this rank. loss: its sum of token losses. lowest: the scale that may still be tried, None where
     there is none below. every: gradients travelled after each micro-batch. replay: whether it may be computed again. exact:
-    whether that gives the same bits, unless something is broken."""
+    whether that gives the same bits, unless something is broken. policy: of the model, None where no module is kept in FP32.
+    rehearsed: the fault of the drill that struck this attempt on any rank, empty without one."""
 
     batch: Batch
     decision: Decision
@@ -39,6 +50,8 @@ class Attempt:
     every: bool
     replay: bool
     exact: bool
+    policy: Policy | None = None
+    rehearsed: str = ""
 
 
 @dataclass(frozen=True)
@@ -71,6 +84,10 @@ class Cause:
     @property
     def in_backward(self) -> bool:
         return self.kind in ("backward", "addend", "wire", "sum", "norm")
+
+    def is_of(self, fault: str) -> bool:
+        """Whether a rehearsed fault would show so."""
+        return self.kind in _REHEARSED.get(fault, ())
 
 
 def find(ranks: list[Seen], attempt: Attempt) -> Cause:
@@ -115,6 +132,8 @@ def tell(cause: Cause, ranks: list[Seen], attempt: Attempt, cured: bool | None) 
     reproduced = attempt.replay and cause.kind not in ("none", "unknown")
     facts: dict[str, Any] = {"kind": cause.kind, "bad_loss": bad_loss, "lower_scale": lower, "replayed": attempt.replay,
                              "reproduced": reproduced, "same_loss": all(seen.same for seen in ranks)}  # fmt: skip
+    if cause.is_of(attempt.rehearsed):
+        facts["rehearsed"] = attempt.rehearsed
     if sight is not None:
         facts |= {"module": sight.module, "tensor": sight.tensor, "op": sight.op, "index": list(sight.index),
                   "value": sight.value, "count": sight.count, "dtype": sight.dtype, "micro": micro,
@@ -197,11 +216,12 @@ def _gradients(cause: Cause, ranks: list[Seen], where: str) -> list[str]:
 
 def _cure(cause: Cause, attempt: Attempt, lower: bool | None) -> str:
     sight = cause.sight
+    if cause.is_of(attempt.rehearsed):
+        return f"it was rehearsed (drill.{attempt.rehearsed}), so no cure is claimed"
     if lower is False and not cause.in_backward:
         text = "a lower loss scale cannot cure it"
         if sight is not None and cause.kind != "weight" and sight.dtype == "float16":
-            text += (". In fp16 that is an overflow past 65504: compute in bf16 or keep that module in FP32 with"
-                     " precision.keep_fp32")  # fmt: skip
+            text += f". In fp16 that is an overflow past 65504: {_wider(sight, attempt.policy)}"
         return text
     if lower is None and attempt.decision.blocks:
         return "the scale of the block where they arise has fallen, which may cure it"
@@ -211,6 +231,38 @@ def _cure(cause: Cause, attempt: Attempt, lower: bool | None) -> str:
     if lower:
         return f"a lower loss scale cures it: at {attempt.lowest:g} the same window is finite"
     return f"a lower loss scale cannot cure it: at {attempt.lowest:g} the same window is not finite either"
+
+
+def _wider(sight: Sight, policy: Policy | None) -> str:
+    """A module that is kept in FP32 hands its output on in FP16: to keep it cures only what arises and stays inside it."""
+    if policy is not None and policy.keeps(sight.module):
+        return (f"{called(sight.module)} is kept in FP32 already, and its output does not fit when it is cast to FP16"
+                " for what follows: compute in bf16")  # fmt: skip
+    return ("compute in bf16; or keep in FP32 (precision.keep_fp32) the smallest module around it of which the output"
+            " stays below that, if there is one: mpdist doctor CONFIG --debug tries it")  # fmt: skip
+
+
+def remedy(found: Report, asked: Mapping[str, Any]) -> str:
+    """What to do about a run that has diverged, by what was found. asked: the values of `precision`."""
+    facts, kind, scale = found.facts, found.facts["kind"], asked["scale"]
+    if "rehearsed" in facts:
+        return f"drill.{facts['rehearsed']} of this run asked for it: take that out"
+    if facts["lower_scale"]:
+        if scale["mode"] == "static":
+            return f"begin lower than precision.scale.init = {scale['init']:g}, or use precision.scale.mode=dynamic"
+        return (f"begin lower than precision.scale.init = {scale['init']:g}; or let it fall further, with more than"
+                f" precision.scale.patience = {scale['patience']}, or faster, with"
+                f" less than precision.scale.backoff = {scale['backoff']:g}")  # fmt: skip
+    if kind == "weight":
+        return "start from a copy of the model, or a checkpoint, whose weights are finite"
+    if kind == "wire":
+        return "send gradients with reduce.wire=fp32"
+    if kind in ("parameter", "forward") and facts.get("dtype") == "float16":
+        return "compute in bf16, or what else the finding names; where it was finite before, lower the learning rate"
+    if kind == "none":
+        return "have the machine looked at (mpdist doctor CONFIG), and launch again"
+    wider = {"fp16": " compute in bf16 or fp32,", "bf16": " compute in fp32,"}.get(asked["compute"], "")
+    return f"lower the learning rate,{wider} or clean the data"
 
 
 def _unexplained(cause: Cause, ranks: list[Seen], attempt: Attempt, tokens: str) -> list[str]:

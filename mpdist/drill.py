@@ -65,6 +65,17 @@ class Drill:
         finally:
             self._again = False
 
+    def of_numbers(self, attempt: int, micros: int) -> str:
+        """The fault of the numbers that strikes an attempt of so many micro-batches on any rank, "" without one. The same on
+        all ranks."""
+        for name in ("nan_loss_at", "overflow_at"):
+            fault = self._plan.get(name)
+            if fault is None or fault.get("micro", 1) > micros:
+                continue
+            if fault["attempts"] == "all" or attempt in fault["attempts"]:
+                return name
+        return ""
+
     def overflow(self, attempt: int, micro: int) -> bool:
         """Whether micro-batch `micro` (from 1) of this attempt gets +inf into one gradient element of this rank."""
         fault = self._plan.get("overflow_at")

@@ -33,13 +33,14 @@ class Micro:
 
 @dataclass(frozen=True)
 class Batch:
-    """One global window as this rank sees it. Counts are over all ranks and known without asking them."""
+    """One global window as this rank sees it. Counts, rows among them, are over all ranks and known without asking them."""
 
     number: int
     micros: list[Micro]
     labels: int
     tokens: int
     slots: int
+    rows: int = 0
 
     def tensors(self) -> Iterator[Tensor]:
         for micro in self.micros:
@@ -74,7 +75,7 @@ class Feed:
         micros = [self._micro(ranks[self.rank]) for ranks in dealt]
         slots = sum(self.micro * self._width(numbers) for ranks in dealt for numbers in ranks)
         labels, tokens = int(self.rows.label_counts[window].sum()), int(self._lengths[window].sum())
-        return Batch(number, micros, labels, tokens, slots)
+        return Batch(number, micros, labels, tokens, slots, len(window))
 
     def _width(self, numbers: np.ndarray) -> int:
         longest = int(self._lengths[numbers].max(initial=1))

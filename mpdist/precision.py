@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any
@@ -138,9 +138,12 @@ class Decision:
     exhausted: bool  # patience is used up: the run ends as diverged
     blocks: bool = False  # scales of blocks have fallen instead of the window's
 
-    def told(self, scaled: bool) -> str:
-        """Of a skipped attempt: why it was, and with a scale what became of that."""
-        moved = "scales of blocks fall" if self.blocks else f"scale {self.scale:g} -> {self.scale_after:g}"
+    def told(self, scaled: bool, fallen: Sequence[str] = ()) -> str:
+        """Of a skipped attempt: why it was, and with a scale what became of that. fallen: blocks whose scales fell."""
+        moved = f"scale {self.scale:g} -> {self.scale_after:g}"
+        if self.blocks:
+            more = f" and {len(fallen) - 1} more" if len(fallen) > 1 else ""
+            moved = f"scales of blocks fall: {fallen[0]}{more}" if fallen else "scales of blocks fall"
         return f"{self.reason} ({moved})" if scaled else str(self.reason)
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from mpdist import diagnose, fingerprint, ledger, preflight, restore, resume, shelf, slurm, space, watch
 from mpdist.assemble import assemble, policy_of, save_hf, switches, worlds_plan
 from mpdist.busy import Busy, settle
-from mpdist.cause import Attempt
+from mpdist.cause import Attempt, Report, remedy
 from mpdist.clock import Clock, Rate
 from mpdist.config import leaves
 from mpdist.devices import mfu
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from mpdist.worker import Seat
 
 
-_WIDER = {"fp16": " compute in bf16 or fp32,", "bf16": " compute in fp32,"}
+_NAMED = 8  # blocks, in the event of a skip
 _OWN_KEYS = ("launch.address", "launch.port", "out_dir")  # what each node may name in its own way
 
 
@@ -108,6 +108,7 @@ class Session:
         self.figures: dict[str, Any] = {}
         self.health = health_of(self.parts.facts["scale"], self.run.path) if self.first else None
         self.reach: diagnose.Reach | None = diagnose.Reach(self.parts.engine)
+        self.found: tuple[tuple[Any, ...], int] | None = None  # the last finding that was said, and at which attempt
         self.ration = diagnose.Ration(always=cfg.track.replay == "always")
         with self.clock("load"):
             self.resume(mode)
@@ -284,10 +285,15 @@ class Session:
         scaled = self.parts.facts["scale"]["mode"] != "off"
         self.watch_scale(decision)
         if self.first:
+            fallen = window.blocks.fallen() if window.blocks is not None else []
+            kept = decision.retry or decision.exhausted or decision.reason is Reason.NO_LABELS
+            lost = 0 if kept else batch.rows
+            more: dict[str, Any] = {"blocks": fallen[:_NAMED]} if fallen else {}
+            more |= {"passed_over": lost} if lost else {}
             self.run.event("skip", window.step, window.attempt, reason=str(decision.reason), loss=out.loss,
-                           scale=decision.scale, scale_after=decision.scale_after, window=batch.number,
-                           **({"blocks": True} if decision.blocks else {}))  # fmt: skip
-            self.say(f"attempt {window.attempt} skipped: {decision.told(scaled)}")
+                           scale=decision.scale, scale_after=decision.scale_after, window=batch.number, **more)  # fmt: skip
+            over = f"; its {lost} row{'s are' if lost > 1 else ' is'} passed over" if lost else ""
+            self.say(f"attempt {window.attempt} skipped: {decision.told(scaled, fallen)}{over}")
         if decision.reason is Reason.NO_LABELS:
             self.warn(f"window {batch.number} has no label token; it is skipped and counted")
             return
@@ -298,20 +304,29 @@ class Session:
         attempt = Attempt(
             batch, decision, out.own_loss, lowest if lowest < decision.scale else None,
             every=self.cfg.reduce.when == "every", replay=self.cfg.track.replay != "off",
-            exact=self.cfg.deterministic and self.cfg.model.compile == "none",
+            exact=self.cfg.deterministic and self.cfg.model.compile == "none", policy=policy_of(self.cfg),
+            rehearsed=self.drill.of_numbers(window.attempt, len(batch.micros)),
         )  # fmt: skip
         found = diagnose.explain(self.parts.engine, self.parts.wire, attempt, again, self.drill.again)
         if self.first:
             self.run.event("finding", window.step, window.attempt, found.rank, found.sentence, **found.facts)
-            self.say("\n  ".join(found.lines))
+            if not decision.exhausted:  # else the error says it
+                self.say_found(found)
         if decision.exhausted:
             at = f" at a scale of {decision.scale:g}" if scaled else ""
-            wider = _WIDER.get(self.cfg.precision.compute, "")
             raise Diverged(
                 f"{window.in_a_row} attempts in a row were skipped, the last for {decision.reason}, at step {window.step}",
                 f"precision.scale.patience = {window.patience} is used up{at}. {found.sentence}",
-                f"the weights are as the last applied step left them; lower the learning rate,{wider} or clean the data",
+                f"the weights are as the last applied step left them; {remedy(found, self.cfg.precision.model_dump())}",
             )
+
+    def say_found(self, found: Report) -> None:
+        """In full once, as long as the same is found again."""
+        if self.found is not None and self.found[0] == found.place:
+            self.say(f"the cause is that of attempt {self.found[1]}")
+            return
+        self.found = found.place, self.parts.window.attempt
+        self.say("\n  ".join(found.lines))
 
     def evaluates(self, last: bool) -> bool:
         every = self.cfg.eval.every

@@ -163,7 +163,8 @@ class Scale(Section):
     patience: int = Field(20, ge=1, description="Consecutive non-finite windows before the run ends with status 5.")
     on_overflow: Literal["retry", "next"] = Field(
         "retry",
-        description="retry the same window at the lower scale, so that no sample is lost; or go on to the next.",
+        description="After a gradient that is not finite: retry the same window at the lower scale, so that no sample is lost; or go "
+        "on to the next. A window whose loss is not finite is passed over either way.",
     )
     per_block: bool = Field(
         False,

@@ -64,8 +64,12 @@ def sizes(shape: arch.Arch, cfg: Config) -> list[Finding]:
         return [Finding("sizes", f"all are multiples of 8{more}")]
     value = ", ".join(f"{name} = {size}" for name, size in odd.items())
     why = "tensor cores take 8 elements of 16 bit at once; products of other sizes are padded or take a slower way"
-    do = "; ".join(f"{name} {size} -> {-(-size // 64) * 64}" for name, size in odd.items())
-    given = "a pretrained model's sizes are fixed" if cfg.model.path is not None else f"in model.config: {do}"
+    do = "; ".join(f"{name} {size} -> {-(-size // _WIDTH) * _WIDTH}" for name, size in odd.items())
+    given = (
+        "a pretrained model's sizes are fixed"
+        if cfg.model.path is not None
+        else f"in model.config, to the next multiple of 8: {do}"
+    )
     return [Finding("sizes", f"not multiples of 8: {value}", "doubtful", why, given)]
 
 

@@ -1,23 +1,31 @@
-"""What is wrong with a run's numbers as far as it shows before anything is trained: its labels, and updates that round away."""
+"""What is wrong with a run's numbers as far as it shows before anything is trained: its labels,
+weights that are not finite, and updates that round away."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from mpdist.data import Rows, open_rows
 from mpdist.data.command import prepared
 from mpdist.dist import on_first
 from mpdist.doctor import stuck
-from mpdist.errors import MpdistError
+from mpdist.errors import Diverged, MpdistError
 from mpdist.findings import Finding
 from mpdist.precision import DTYPES
+from mpdist.trace import magnitude
+from mpdist.units import format_bytes
 
 if TYPE_CHECKING:
     from mpdist.config import Config
     from mpdist.doctor.examine import Subject
 
+_LOOKED_AT = 2 * 2**30  # bytes of weights: seconds, even from a slow disk
 _FEW = 0.5  # of the rows: a run on data of which more give nothing to learn is hardly what was meant
 
 
@@ -31,7 +39,9 @@ def labels(subject: Subject) -> list[Finding]:
         except MpdistError:  # what is missing has a finding of its own
             folder = None
         if folder is None:
-            return [Finding("labels", "the data is not prepared yet: `mpdist prepare` says how many tokens have one")]
+            return [Finding("labels", "not looked at: the data is not prepared yet", "doubtful",
+                            "rows without a label teach nothing, and how many there are shows in prepared data alone",
+                            "`mpdist prepare CONFIG`, then this again; or mpdist doctor CONFIG --debug, which prepares it")]  # fmt: skip
         return judged(open_rows(folder), cfg)
 
     return on_first(look)
@@ -51,6 +61,44 @@ def judged(rows: Rows, cfg: Config) -> list[Finding]:
     )
     do = f"look at data.loss_on = {cfg.data.loss_on}, the chat template or the fields' names, and data.too_long"
     return [Finding("labels", value, "failed" if not count else "doubtful", why, do, status=2)]
+
+
+def weights(subject: Subject) -> list[Finding]:
+    """Non-finite values in a local model's files, tensor by tensor."""
+    cfg = subject.resolved.config
+    return on_first(lambda: finite(stuck.files(cfg), _LOOKED_AT))
+
+
+def finite(files: Sequence[Path] | None, most: int) -> list[Finding]:
+    """files: safetensors; None where none are loaded. most: bytes after which no other tensor is read."""
+    bad, seen, size, left = list[str](), 0, 0, 0
+    for file in files or ():
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118
+                    if size >= most:
+                        left += 1
+                        continue
+                    tensor = opened.get_tensor(name)
+                    seen, size = seen + 1, size + tensor.nbytes
+                    if (
+                        tensor.is_floating_point()
+                        and tensor.element_size() > 1
+                        and not math.isfinite(magnitude(tensor))
+                    ):
+                        bad.append(f"{name} in {file.name}")
+        except (SafetensorError, OSError, ValueError):
+            return []  # loading the model says what is wrong with it
+    if bad:
+        whose = f"{bad[0]} and {len(bad) - 1} more hold" if len(bad) > 1 else f"{bad[0]} holds"
+        do = "load another copy of the model: this one is damaged, or was saved by a run that had diverged"
+        return [Finding("weights", f"{whose} non-finite values", "failed", "no loss is finite with them", do,
+                        status=Diverged.status)]  # fmt: skip
+    if not seen:
+        why, do = "a file of another format may run what is in it", "mpdist doctor CONFIG --debug loads the model"
+        return [] if files is None else [Finding("weights", "not looked at: no safetensors file", "doubtful", why, do)]
+    rest = f"; {left} more were not looked at (use --debug)" if left else ""
+    return [Finding("weights", f"{seen} tensors, {format_bytes(size)}, are finite{rest}")]
 
 
 def learning_rate(subject: Subject) -> list[Finding]:

@@ -85,13 +85,14 @@ def replay(run: str, step: int, *, as_json: bool = False, report: str | None = N
         return _replaying_rank(wanted, Path(report))  # with the environment that it was started with
     if wanted.ranks > 1:
         place = _place(wanted.resolved, wanted.ranks, 1, None)
-        return _tell(_start(wanted.resolved, place, ("--replay", run, str(step)), variables=env), as_json, began)
+        seen = _start(wanted.resolved, place, ("--replay", run, str(step)), variables=env)
+        return _tell([*replay.passed_over(wanted), *seen], as_json, began)
     from mpdist.doctor import replay_ranks
 
     alone = World(rank=0, ranks=1, local_rank=0, local_ranks=1, node=0, nodes=1, source="doctor")
     with tempfile.TemporaryDirectory(prefix="mpdist-doctor-") as name, _stdout_kept(), _set(env):
         rows = replay_ranks.run(wanted, alone, Path(name) / "replay")
-    return _tell(replay.compare(wanted, rows), as_json, began)
+    return _tell([*replay.passed_over(wanted), *replay.compare(wanted, rows)], as_json, began)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mpdist.doctor.trial import Told
 
 _TRIES = 4
+_FAR = 2.0  # times FP32's first gradient norm, from the same weights on the same rows: rounding moves it by percents
 _INIT = 65536.0  # where a dynamic scale begins by default
 
 
@@ -26,6 +27,13 @@ class Cured:
     told: Told
     check: str = ""
     value: str = ""
+
+    def sound(self, base: Told) -> bool:
+        """Whether modules in FP32 have made the run that FP32 makes, not only a finite one: no skip, and a gradient of about
+        the same norm."""
+        if self.told.skipped or not (self.told.norms and base.norms):
+            return False
+        return base.norms[0] / _FAR <= self.told.norms[0] <= base.norms[0] * _FAR
 
 
 Try = Callable[[dict[str, Any]], Cured]

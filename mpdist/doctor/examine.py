@@ -166,4 +166,12 @@ def _rate(bandwidth: float) -> str:
 
 
 Step = Callable[[Subject], list[Finding]]
-STEPS: tuple[Step, ...] = (ready, shared_directory, before.labels, before.learning_rate, speeds, bandwidth)
+STEPS: tuple[Step, ...] = (
+    ready,
+    shared_directory,
+    before.weights,
+    before.labels,
+    before.learning_rate,
+    speeds,
+    bandwidth,
+)

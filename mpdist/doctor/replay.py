@@ -6,6 +6,7 @@ run's directory is written. The same numbers come out only in the same world, so
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from mpdist.shelf import published, step_of
 if TYPE_CHECKING:
     from mpdist.config import Resolved
 
+_FROM = "MPDIST_REPLAY_FROM"  # the checkpoint's name, empty for the run's beginning: from the command to its ranks
 FAR = 100  # steps between a checkpoint and the step asked for, at most: each is trained again
 _COMPUTES = ("mpdist", "torch", "transformers", "numpy", "deepspeed", "accelerate")
 COMPARED = (
@@ -39,7 +41,8 @@ COMPARED = (
 @dataclass(frozen=True)
 class Wanted:
     """What is computed again. begin: the checkpoint's step, 0 for the run's beginning. rows: recorded ones of the steps
-    (begin, step] by step. env: of the session that made the step. resolved: that session's configuration."""
+    (begin, step] by step. env: of the session that made the step. resolved: that session's configuration. passed: nearer
+    checkpoints that are damaged, each with its fault."""
 
     run: Path
     step: int
@@ -48,6 +51,7 @@ class Wanted:
     rows: dict[int, dict[str, Any]]
     env: dict[str, Any]
     resolved: Resolved
+    passed: tuple[str, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -67,10 +71,10 @@ def look(run: str | Path, step: int) -> Wanted:
         near = sorted(rows, key=lambda there: abs(there - step))[:2]
         there = f"the nearest that are: {', '.join(map(str, sorted(near)))}" if near else "no step is"
         raise UsageError(what, f"step {step} is not in metrics.jsonl, so there is nothing to compare with", there)
-    earlier = [(at, path) for path in published(folder.checkpoints) if (at := step_of(path.name) or 0) < step]
-    begin, checkpoint = max(earlier, default=(0, None))
+    begin, checkpoint, passed = _nearest(folder, step)
     if step - begin > FAR:
         nearest = checkpoint.name if checkpoint is not None else "the run's beginning"
+        nearest += f" ({'; '.join(passed)})" if passed else ""
         raise UsageError(what, f"the nearest earlier checkpoint is {nearest}, {step - begin} steps before it; at most {FAR} are"
                                " trained again", "ask for a step that is nearer to a checkpoint, and keep more of them with"
                                " checkpoint.every and checkpoint.keep")  # fmt: skip
@@ -79,7 +83,29 @@ def look(run: str | Path, step: int) -> Wanted:
     resolved = load(_config(folder, made[-1]))
     _exact(what, resolved, envs)
     between = {at: row for at, row in rows.items() if begin < at <= step}
-    return Wanted(folder.path, step, begin, checkpoint, between, envs[made[-1]], resolved)
+    return Wanted(folder.path, step, begin, checkpoint, between, envs[made[-1]], resolved, passed)
+
+
+def _nearest(folder: RunDir, step: int) -> tuple[int, Path | None, tuple[str, ...]]:
+    """The nearest earlier checkpoint that is whole, with its step, or the run's beginning, and what is wrong with those passed
+    over. A rank is told by its parent, which has read the files."""
+    from mpdist.restore import fault_in
+
+    earlier = sorted(((step_of(path.name) or 0), path) for path in published(folder.checkpoints))[::-1]
+    told, passed = os.environ.get(_FROM), list[str]()
+    for at, path in earlier:
+        if at >= step:
+            continue
+        if told is not None:
+            if path.name == told:
+                return at, path, ()
+            continue
+        # One that is too far away is refused whatever it holds.
+        fault = fault_in(path) if step - at <= FAR else None
+        if fault is None:
+            return at, path, tuple(passed)
+        passed.append(f"{path.name} is passed over: {fault}")
+    return 0, None, tuple(passed)
 
 
 def sessions(folder: RunDir, last: int, begin: int) -> list[int]:
@@ -129,6 +155,12 @@ def _differing(env: dict[str, Any], now: dict[str, Any], session: int) -> Iterab
         yield f"session {session} ran on {env.get('cpu')} and this is {now['cpu']}"
 
 
+def passed_over(wanted: Wanted) -> list[Finding]:
+    """What the command tells beside the comparison, which a rank makes."""
+    do = "put its files back from a copy, if there is one"
+    return [Finding("checkpoint", text, "doubtful", "it was torn by a crash or altered", do) for text in wanted.passed]
+
+
 def compare(wanted: Wanted, again: list[dict[str, Any]]) -> list[Finding]:
     """The recorded rows against those computed again: what is equal, and the first step that is not."""
     begun = wanted.checkpoint.name if wanted.checkpoint is not None else "the run's beginning"
@@ -136,7 +168,7 @@ def compare(wanted: Wanted, again: list[dict[str, Any]]) -> list[Finding]:
     found = [
         Finding(
             "replay", f"{steps} step{'s' * (steps > 1)} from {begun} on {wanted.ranks} rank{'s' * (wanted.ranks > 1)}"
-        )
+        ),
     ]
     rows = {row["step"]: row for row in again}
     wrong = []
@@ -164,4 +196,5 @@ def compare(wanted: Wanted, again: list[dict[str, Any]]) -> list[Finding]:
 def environment_of(wanted: Wanted) -> dict[str, str]:
     """What the run's ranks had that decides bits; and nothing is sent anywhere."""
     threads = {"OMP_NUM_THREADS": str(wanted.env["threads"])} if wanted.env.get("threads") else {}
-    return {"WANDB_MODE": "disabled", **threads}
+    begin = {_FROM: wanted.checkpoint.name if wanted.checkpoint is not None else ""}
+    return {"WANDB_MODE": "disabled", **threads, **begin}

@@ -92,11 +92,12 @@ class Sequence:
         self.found: list[Finding] = []
         self.runs: list[Finding] = []  # one line a trial
         self.extremes = Extremes()
+        self.base = Told(cfg)  # FP32's trial
         self.blocks, self.dropout = layers(cfg)
 
     def take(self) -> None:
         compute = self.cfg.precision.compute
-        base = self.tried("fp32", baseline(self.cfg), self.extremes.around)
+        self.base = base = self.tried("fp32", baseline(self.cfg), self.extremes.around)
         if not base.finite:
             self.blame(base, "fp32", "precision has no part in it: FP32 fails as well")
         else:
@@ -162,7 +163,7 @@ class Sequence:
             assert told.error is not None
             cured = self.cured(told, compute)
             self.found.append(
-                _cured(refused("weights" if self.extremes.weights else "model", told.error), cured, stages)
+                _cured(refused("weights" if self.extremes.weights else "model", told.error), cured, stages, self.base)
             )
             return
         finding = told.finding or {}
@@ -175,7 +176,7 @@ class Sequence:
         found = Finding(
             _CHECKS.get(kind, "gradients"), value, "failed", f"{since}. {reason}", _plain(kind), status=Diverged.status
         )
-        self.found.append(_cured(found, self.cured(told, compute), stages) if stages is not None else found)
+        self.found.append(_cured(found, self.cured(told, compute), stages, self.base) if stages is not None else found)
 
     def cured(self, told: Told, compute: str) -> Cured | None:
         """Collective. The first cure that helps, of those that may."""
@@ -295,10 +296,14 @@ def _plain(kind: str) -> str:
     return "look at the rows and the module that are named: a mask without any open place, a division, an exponential; then optim.lr"
 
 
-def _cured(found: Finding, cured: Cured | None, stages: dict[str, Told] | None) -> Finding:
-    """The finding with what has been tried."""
+def _cured(found: Finding, cured: Cured | None, stages: dict[str, Told] | None, base: Told) -> Finding:
+    """The finding with what has been tried. base: FP32's trial."""
     other = (stages or {}).get("bf16")
     wider = other is not None and other.finite and "fp16" in (stages or {})
+    if wider and other is not None and cured is not None and not _as_fp32(cured, base):
+        do = f"precision.compute: bf16, which has FP32's range: tried, {described(other)}; {said(cured.settings)} came to its"
+        do += f" end too, but not as FP32 does: {described(cured.told)}"
+        return replace(found, value=cured.value or found.value, do=do, settings={"precision.compute": "bf16"})
     if cured is not None:
         do = f"{said(cured.settings)}: tried, {described(cured.told)}"
         do += f"; or precision.compute: bf16 ({described(other)})" if wider and other is not None else ""
@@ -311,6 +316,10 @@ def _cured(found: Finding, cured: Cured | None, stages: dict[str, Told] | None) 
     if stages:
         return replace(found, do="precision.compute: fp32", settings={"precision.compute": "fp32"})
     return found
+
+
+def _as_fp32(cured: Cured, base: Told) -> bool:
+    return "precision.keep_fp32" not in cured.settings or cured.sound(base)
 
 
 def _better(found: Finding, nearer: str | None, cfg: Config) -> Finding:

@@ -65,17 +65,22 @@ def applies(cfg: Config) -> bool:
 
 def sample(cfg: Config) -> Tensor | None:
     """Some of the weights that a run would begin with, FP32; None where they are not here, or a checkpoint's are taken."""
-    if cfg.checkpoint.resume not in ("auto", "never"):
-        return None
-    if cfg.model.config is not None:
+    if cfg.model.config is not None and cfg.checkpoint.resume in ("auto", "never"):
         spread = cfg.model.config.get("initializer_range", _SPREAD)
         return torch.randn(_SAMPLE, generator=torch.Generator().manual_seed(0)) * float(spread)
-    assert cfg.model.path is not None
+    found = files(cfg)
+    return _of_files(found) if found is not None else None
+
+
+def files(cfg: Config) -> list[Path] | None:
+    """Of the weights that a run would begin with; None where they are not here, or others are taken."""
+    if cfg.checkpoint.resume not in ("auto", "never") or cfg.model.path is None:
+        return None
     need = hub.Need("model.path", "model", cfg.model.path, cfg.model.revision)
     folder = need.folder if hub.is_hub_id(need.name) else Path(need.name)
     if folder is None or not folder.is_dir() or arch.look(cfg.model.path, None, cfg.model.revision) is None:
         return None
-    return _of_files(sorted(folder.glob("*.safetensors")))
+    return sorted(folder.glob("*.safetensors"))
 
 
 def _of_files(files: list[Path]) -> Tensor | None:

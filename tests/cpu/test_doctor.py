@@ -202,6 +202,7 @@ def test_sizes_that_tensor_cores_pad(tmp_path: Path, changes: dict[str, Any], na
         assert found[0].ok == (not named)
         assert [text for text in named if text not in found[0].value] == []
         assert "-> " in found[0].do or not named
+        assert named != ["vocab_size = 260"] or "to the next multiple of 8: vocab_size 260 -> 264" in found[0].do
 
 
 def test_local_files_that_are_not_there_are_found_all(tmp_path: Path) -> None:
@@ -259,9 +260,28 @@ def test_where_a_tracker_has_its_key_and_never_which(tmp_path: Path) -> None:
 def test_one_process_is_examined_like_a_world(resolved: Resolved, tmp_path: Path) -> None:
     found = by_check(examine.run(resolved, ALONE))
     assert {"device", "compute dtype", "run directory", "speed fp32", "versions"} <= set(found)
+    assert (found["labels"].level, "not looked at" in found["labels"].value) == ("doubtful", True)
     assert "all-reduce fp32" not in found, "there is no link to try"
     assert not (tmp_path / "runs").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "train.jsonl"]
+
+
+def test_weights_that_are_not_finite_are_found_in_their_files(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    from mpdist.doctor.before import finite
+
+    good, bad = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    save_file({"x": torch.ones(3, 4), "none": torch.ones(0, 4), "ids": torch.arange(3)}, good)
+    save_file({"y": torch.tensor([1.0, float("nan")]).bfloat16(), "z": torch.ones(2)}, bad)
+    (found,) = finite([good], 2**20)
+    assert (found.level, found.value) == ("ok", "3 tensors, 72 B, are finite")
+    (found,) = finite([good, bad], 2**20)
+    assert (found.level, found.value) == ("failed", "y in b.safetensors holds non-finite values")
+    (found,) = finite([good, bad], 1)
+    assert "4 more were not looked at (use --debug)" in found.value
+    assert finite(None, 1) == []
+    assert finite([], 1)[0].level == "doubtful"
 
 
 def test_a_failed_step_ends_the_examination(resolved: Resolved, monkeypatch: pytest.MonkeyPatch) -> None:

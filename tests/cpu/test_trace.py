@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mpdist import cause
+from mpdist.config.schema import Precision
 from mpdist.feed import Batch, Micro
-from mpdist.precision import Decision, Reason
+from mpdist.precision import Decision, Policy, Reason
 from mpdist.trace import Sight, Trace, look_at
 
 HALF = torch.float16
@@ -181,6 +182,11 @@ def test_the_earliest_sight_of_all_ranks_is_the_cause() -> None:
     assert (report.rank, report.facts["module"], report.facts["places"]) == (1, "b", 3)
     assert "first module with a non-finite output is b on rank 1, micro-batch 1, rows [3]" in report.sentence
     assert "an overflow past 65504" in report.sentence
+    # An output that FP16 cannot hold is as large when its module is kept: the advice must not go in a circle.
+    kept = told(ranks, Reason.LOSS, policy=Policy(torch.float16, keep_fp32=("b",)))
+    assert "b is kept in FP32 already" in kept.sentence
+    assert kept.sentence.endswith("compute in bf16")
+    assert "precision.keep_fp32" not in kept.sentence
     report = told(
         [replace(GOOD, sights=[replace(SIGHT, stage="addend")]), replace(GOOD, sights=[backward])], cured=True
     )
@@ -209,3 +215,31 @@ def test_what_no_hook_sees_is_told_from_the_gradients() -> None:
     assert "the look at it broke off on rank 1: OSError: no" in report.sentence
     wire = replace(SIGHT, stage="wire")
     assert told([replace(GOOD, sights=[wire], again=bad)], every=False).facts["micro"] is None
+
+
+@pytest.mark.parametrize(
+    ("stage", "cured", "changes", "scale", "words"),
+    [
+        ("backward", True, {}, {"init": 1e18}, "begin lower than precision.scale.init = 1e+18; or let it fall further"),
+        ("backward", True, {}, {"mode": "static", "init": 1e6}, "or use precision.scale.mode=dynamic"),
+        ("backward", False, {}, {}, "lower the learning rate, compute in bf16 or fp32, or clean the data"),
+        ("addend", None, {"rehearsed": "overflow_at"}, {}, "drill.overflow_at of this run asked for it: take that out"),
+        ("backward", True, {"rehearsed": "overflow_at"}, {}, "begin lower than precision.scale.init"),
+        ("wire", False, {}, {}, "reduce.wire=fp32"),
+        ("forward", None, {}, {}, "compute in bf16, or what else the finding names"),
+    ],
+)  # fmt: skip
+def test_what_is_to_be_done_follows_what_was_found(
+    stage: str, cured: bool | None, changes: dict[str, Any], scale: dict[str, Any], words: str
+) -> None:
+    asked = Precision.model_validate({"compute": "fp16", "scale": scale}).model_dump()
+    report = told([replace(GOOD, sights=[replace(SIGHT, stage=stage)])], cured=cured, **changes)
+    assert words in cause.remedy(report, asked)
+
+
+def test_a_finding_is_the_same_whatever_its_numbers() -> None:
+    one, other, elsewhere = (
+        told([replace(GOOD, sights=[replace(SIGHT, **own)])]).place
+        for own in ({}, {"count": 2, "into": 9.0}, {"module": "b"})
+    )
+    assert one == other != elsewhere

@@ -55,3 +55,14 @@ def test_it_is_on_record_before_it_strikes_and_strikes_once(tmp_path: Path) -> N
     assert (path / "tensors" / "__1_0.distcp").read_bytes() == b"abcdefg"
     Drill(plan, 0, ["corrupt_at#2"], record).published(path, 2)
     assert len(told) == 1
+
+
+def test_every_rank_knows_whether_an_attempts_numbers_are_rehearsed() -> None:
+    def drill(**plan: dict[str, object]) -> Drill:
+        return Drill(plan, 0, [], lambda *_: None)
+
+    listed = drill(overflow_at={"attempts": [2], "rank": 1, "micro": 2})
+    assert [listed.of_numbers(attempt, 2) for attempt in (1, 2)] == ["", "overflow_at"]
+    assert listed.of_numbers(2, 1) == "", "there is no second micro-batch"
+    assert drill(nan_loss_at={"attempts": "all", "rank": 1}).of_numbers(7, 1) == "nan_loss_at"
+    assert drill(kill_at={"attempt": 1, "rank": 0}).of_numbers(1, 1) == ""

@@ -72,6 +72,16 @@ def test_a_retried_window_loses_no_row_and_next_goes_on(drilled: dict[str, watch
     assert retried[5] == retried[6]
     assert len({str(rows) for rows in retried}) == 7
     assert len({str(rows) for rows in following}) == 10
+    skips = {name: drilled[name].events("skip") for name in ("fsdp2-3", "next")}
+    assert [skip.get("passed_over") for skip in skips["fsdp2-3"]] == [None] * 3
+    assert [skip["passed_over"] for skip in skips["next"]] == [8] * 3
+
+
+def test_a_rehearsed_overflow_claims_no_cure(drilled: dict[str, watched.Watched]) -> None:
+    for name in ALL:
+        finding = drilled[name].events("finding")[0]
+        assert (finding["rehearsed"], finding["lower_scale"]) == ("overflow_at", None)
+        assert finding["reason"].endswith("it was rehearsed (drill.overflow_at), so no cure is claimed")
 
 
 def test_c34_fused_and_unfused_skip_alike(drilled: dict[str, watched.Watched]) -> None:

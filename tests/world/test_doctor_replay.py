@@ -26,8 +26,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (run,) = watched.sessions(folder, 2, [{**base, "name": "two"}])
     assert run.status == 0, run.message
     assert len(run.attempts) > 5
-    finding = run.events("finding")[0]  # of the scale's first fall
-    assert (finding["bad_loss"], finding["lower_scale"], finding["reproduced"]) == (False, True, True)
+    finding = run.events("finding")[0]  # of the drill
+    assert (finding["bad_loss"], finding["rehearsed"], finding["reproduced"]) == (False, "overflow_at", True)
     return run.folder
 
 
@@ -64,6 +64,28 @@ def test_a_step_is_reached_again_and_a_changed_digit_is_found(made: Path, capfd:
     assert found["step 5"]["level"] == "failed"
     assert f"train/grad_norm {row['train/grad_norm']!r} in the record, {norm!r} now" in found["step 5"]["value"]
     assert "silent corruption" in found["step 5"]["why"]
+
+
+def test_a_damaged_checkpoint_is_passed_over(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpdist.doctor import replay as module
+
+    (victim,) = (made / "checkpoints" / "step-00000002").glob("state.json")
+    kept = victim.read_bytes()
+    victim.write_bytes(kept[:-1])
+    try:
+        wanted = module.look(made, 4)
+        nearer = module.look(made, 5)
+        for name, value in module.environment_of(wanted).items():
+            monkeypatch.setenv(name, value)
+        rank = module.look(made, 4)
+    finally:
+        victim.write_bytes(kept)
+    assert (wanted.begin, wanted.checkpoint, rank.checkpoint) == (0, None, None)
+    assert sorted(rank.rows) == sorted(wanted.rows) == [1, 2, 3, 4]
+    (told,) = module.passed_over(wanted)
+    assert told.level == "doubtful"
+    assert told.value.startswith("step-00000002 is passed over: state.json has ")
+    assert (nearer.begin, nearer.passed) == (4, ())
 
 
 def test_what_cannot_be_exact_is_refused(

@@ -234,6 +234,24 @@ def test_convergence_is_judged_over_all_steps(tmp_path: Path, own: list[float], 
         assert words in found.value
 
 
+def test_a_cure_that_does_not_train_as_fp32_does_comes_second(tmp_path: Path) -> None:
+    from mpdist.config import load
+    from mpdist.doctor.cures import Cured
+    from mpdist.doctor.sequence import _cured
+    from mpdist.doctor.trial import Told
+
+    cfg = load(tiny.config(tmp_path)).config
+    base, bf16 = Told(cfg, losses=[5.0], norms=[4.6]), Told(cfg, losses=[5.0], norms=[4.7])
+    found, stages = Finding("weights", "x", "failed"), {"bf16": bf16, "fp16": Told(cfg)}
+    for norm, skipped, first in ((4.5, 0, "keep_fp32"), (96.0, 0, "compute"), (4.5, 11, "compute")):
+        told = Told(cfg, losses=[5.0], norms=[norm], skipped=skipped)
+        made = _cured(found, Cured({"precision.keep_fp32": ["a"]}, told), stages, base)
+        assert made.do.startswith(f"precision.{first}")
+        assert list(made.settings) == [f"precision.{first}"]
+        assert "precision.keep_fp32: [a]" in made.do
+        assert "precision.compute: bf16" in made.do
+
+
 def test_without_training_rates_and_labels_are_looked_at(folder: Path, paths: dict[str, str]) -> None:
     import numpy as np
     import torch

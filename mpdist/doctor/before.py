@@ -92,7 +92,7 @@ def finite(files: Sequence[Path] | None, most: int) -> list[Finding]:
     if bad:
         whose = f"{bad[0]} and {len(bad) - 1} more hold" if len(bad) > 1 else f"{bad[0]} holds"
         do = "load another copy of the model: this one is damaged, or was saved by a run that had diverged"
-        return [Finding("weights", f"{whose} non-finite values", "failed", "no loss is finite with them", do,
+        return [Finding("weights", f"{whose} non-finite values", "failed", "a loss that meets them is not finite", do,
                         status=Diverged.status)]  # fmt: skip
     if not seen:
         why, do = "a file of another format may run what is in it", "mpdist doctor CONFIG --debug loads the model"

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mpdist.doctor.trial import Told
 
 _TRIES = 4
-_FAR = 2.0  # times FP32's first gradient norm, from the same weights on the same rows: rounding moves it by percents
+_FAR = 2.0  # times FP32's gradient norm, at the first and the last step: rounding moves it by percents
 _INIT = 65536.0  # where a dynamic scale begins by default
 
 
@@ -33,7 +33,8 @@ class Cured:
         the same norm."""
         if self.told.skipped or not (self.told.norms and base.norms):
             return False
-        return base.norms[0] / _FAR <= self.told.norms[0] <= base.norms[0] * _FAR
+        ends = ((self.told.norms[at], base.norms[at]) for at in (0, -1))
+        return all(theirs / _FAR <= own <= theirs * _FAR for own, theirs in ends)
 
 
 Try = Callable[[dict[str, Any]], Cured]

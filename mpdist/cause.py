@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from mpdist.errors import Diverged
 from mpdist.feed import Batch
-from mpdist.precision import Decision, Policy, Reason
+from mpdist.precision import Decision, Policy, Reason, Window
 from mpdist.trace import STAGES, Sight, called
 
 # By rehearsed fault, the kinds of cause that are its own doing.
@@ -263,6 +264,32 @@ def remedy(found: Report, asked: Mapping[str, Any]) -> str:
         return "have the machine looked at (mpdist doctor CONFIG), and launch again"
     wider = {"fp16": " compute in bf16 or fp32,", "bf16": " compute in fp32,"}.get(asked["compute"], "")
     return f"lower the learning rate,{wider} or clean the data"
+
+
+class Once:
+    """Says a finding in full the first time, as long as the same is found again."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._place: tuple[Any, ...] | None = None
+        self._attempt = 0
+
+    def __call__(self, found: Report, attempt: int) -> None:
+        if self._place == found.place:
+            self._say(f"the cause is that of attempt {self._attempt}")
+            return
+        self._place, self._attempt = found.place, attempt
+        self._say("\n  ".join(found.lines))
+
+
+def diverged(found: Report, decision: Decision, window: Window, scaled: bool, asked: Mapping[str, Any]) -> Diverged:
+    """The end of a run whose last attempts were all skipped. scaled: whether a loss scale is in use. asked: as in `remedy`."""
+    at = f" at a scale of {decision.scale:g}" if scaled else ""
+    return Diverged(
+        f"{window.in_a_row} attempts in a row were skipped, the last for {decision.reason}, at step {window.step}",
+        f"precision.scale.patience = {window.patience} is used up{at}. {found.sentence}",
+        f"the weights are as the last applied step left them; {remedy(found, asked)}",
+    )
 
 
 def _unexplained(cause: Cause, ranks: list[Seen], attempt: Attempt, tokens: str) -> list[str]:

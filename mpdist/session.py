@@ -14,17 +14,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from mpdist import diagnose, fingerprint, ledger, preflight, restore, resume, shelf, slurm, space, watch
+from mpdist import cause, diagnose, fingerprint, ledger, preflight, restore, resume, shelf, slurm, space, watch
 from mpdist.assemble import assemble, policy_of, save_hf, switches, worlds_plan
 from mpdist.busy import Busy, settle
-from mpdist.cause import Attempt, Report, remedy
 from mpdist.clock import Clock, Rate
 from mpdist.config import leaves
 from mpdist.devices import mfu
 from mpdist.dist import on_first, pick_device, same_everywhere, start, stop
 from mpdist.drill import Drill
 from mpdist.env import environment
-from mpdist.errors import CheckpointError, Diverged, Preempted
+from mpdist.errors import CheckpointError, Preempted
 from mpdist.evaluation import mean_loss
 from mpdist.feed import Batch
 from mpdist.outcome import Outcome, Progressed
@@ -108,7 +107,7 @@ class Session:
         self.figures: dict[str, Any] = {}
         self.health = health_of(self.parts.facts["scale"], self.run.path) if self.first else None
         self.reach: diagnose.Reach | None = diagnose.Reach(self.parts.engine)
-        self.found: tuple[tuple[Any, ...], int] | None = None  # the last finding that was said, and at which attempt
+        self.say_found = cause.Once(self.say)
         self.ration = diagnose.Ration(always=cfg.track.replay == "always")
         with self.clock("load"):
             self.resume(mode)
@@ -288,8 +287,7 @@ class Session:
             fallen = window.blocks.fallen() if window.blocks is not None else []
             kept = decision.retry or decision.exhausted or decision.reason is Reason.NO_LABELS
             lost = 0 if kept else batch.rows
-            more: dict[str, Any] = {"blocks": fallen[:_NAMED]} if fallen else {}
-            more |= {"passed_over": lost} if lost else {}
+            more: dict[str, Any] = {k: v for k, v in (("blocks", fallen[:_NAMED]), ("passed_over", lost)) if v}
             self.run.event("skip", window.step, window.attempt, reason=str(decision.reason), loss=out.loss,
                            scale=decision.scale, scale_after=decision.scale_after, window=batch.number, **more)  # fmt: skip
             over = f"; its {lost} row{'s are' if lost > 1 else ' is'} passed over" if lost else ""
@@ -301,7 +299,7 @@ class Session:
             return
         self.seat.doing("replay")
         lowest = window.floor if window.dynamic else 1.0
-        attempt = Attempt(
+        attempt = cause.Attempt(
             batch, decision, out.own_loss, lowest if lowest < decision.scale else None,
             every=self.cfg.reduce.when == "every", replay=self.cfg.track.replay != "off",
             exact=self.cfg.deterministic and self.cfg.model.compile == "none", policy=policy_of(self.cfg),
@@ -311,22 +309,9 @@ class Session:
         if self.first:
             self.run.event("finding", window.step, window.attempt, found.rank, found.sentence, **found.facts)
             if not decision.exhausted:  # else the error says it
-                self.say_found(found)
+                self.say_found(found, window.attempt)
         if decision.exhausted:
-            at = f" at a scale of {decision.scale:g}" if scaled else ""
-            raise Diverged(
-                f"{window.in_a_row} attempts in a row were skipped, the last for {decision.reason}, at step {window.step}",
-                f"precision.scale.patience = {window.patience} is used up{at}. {found.sentence}",
-                f"the weights are as the last applied step left them; {remedy(found, self.cfg.precision.model_dump())}",
-            )
-
-    def say_found(self, found: Report) -> None:
-        """In full once, as long as the same is found again."""
-        if self.found is not None and self.found[0] == found.place:
-            self.say(f"the cause is that of attempt {self.found[1]}")
-            return
-        self.found = found.place, self.parts.window.attempt
-        self.say("\n  ".join(found.lines))
+            raise cause.diverged(found, decision, window, scaled, self.cfg.precision.model_dump())
 
     def evaluates(self, last: bool) -> bool:
         every = self.cfg.eval.every

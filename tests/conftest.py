@@ -2,11 +2,15 @@
 
 A worker gets whole files, so that what a module has started is started once, and all of tests/slurm, since there is one
 cluster. Tests marked `alone` judge time: `--alone not` leaves them out, `--alone only` runs nothing else.
+
+What a test measured it may say with `figure(text)`; `--figures` prints these lines at the end, so that a claim can be read
+from the run that proved it.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,27 @@ LONGEST_FIRST = {"slurm": 0, "shell": 1, "world": 2, "cpu": 3}  # folders; what 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--alone", choices=["not", "only"], help="leave out what is marked alone, or run only that")
+    parser.addoption("--figures", action="store_true", help="print at the end what the tests measured")
+
+
+@pytest.fixture
+def figure(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
+    """`figure(text)`: a line for --figures. It travels with the test's report, also from a worker's process."""
+    return lambda text: record_property("figure", text)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """A test that failed has proven nothing; its figures are left out."""
+    passed = terminalreporter.getreports("passed") if config.getoption("figures") else []
+    said = [(r.nodeid, text) for r in passed for name, text in r.user_properties if name == "figure"]
+    if said:
+        terminalreporter.section("figures")
+    before = ""
+    for test, text in sorted(dict.fromkeys(said)):
+        if test != before:
+            terminalreporter.line(test)
+        terminalreporter.line(f"    {text}")
+        before = test
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -34,6 +34,14 @@ def keys(made: list[Made], **asked: Any) -> list[str]:
     return [one.key for one in found(made, **asked).refused]
 
 
+Figure = Callable[[str], None]
+
+
+def refused_as(one: Comparison) -> str:
+    assert (one.pairs, one.verdicts) == ((), ()), "nothing was compared"
+    return "refused: " + "; ".join(map(str, one.refused))
+
+
 def test_runs_that_differ_in_the_treatment_alone_are_compared() -> None:
     compared = found(two())
     assert compared.refused == ()
@@ -70,13 +78,15 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize(("setting", "expected"), SETTINGS.values(), ids=SETTINGS)
-def test_a_setting_beside_the_treatment_is_refused_by_name(setting: str, expected: list[str]) -> None:
-    refused = found(two(settings=(setting,))).refused
+def test_a_setting_beside_the_treatment_is_refused_by_name(setting: str, expected: list[str], figure: Figure) -> None:
+    compared = found(two(settings=(setting,)))
+    refused = compared.refused
     assert [one.key for one in refused] == expected
     values = dict(refused[0].values)
     assert set(values) == {"fp32", "bf16"}
     assert len(set(values.values())) == 2
     assert all(value in str(refused[0]) for value in values.values())
+    figure(refused_as(compared))
 
 
 ENVIRONMENTS: dict[str, tuple[dict[str, Any], str]] = {
@@ -102,18 +112,26 @@ ENVIRONMENTS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("env", "key"), ENVIRONMENTS.values(), ids=ENVIRONMENTS)
-def test_what_a_session_found_around_it_is_refused_by_name(env: dict[str, Any], key: str) -> None:
-    assert keys(two(env=env)) == [key]
+def test_what_a_session_found_around_it_is_refused_by_name(env: dict[str, Any], key: str, figure: Figure) -> None:
+    compared = found(two(env=env))
+    assert [one.key for one in compared.refused] == [key]
+    figure(refused_as(compared))
 
 
-def test_accumulation_of_another_world_is_refused() -> None:
+@pytest.mark.parametrize(("name", "value"), [("accumulation", 2), ("tokens_per_step", 1024)])
+def test_a_batch_of_another_shape_under_the_same_settings_is_refused_by_name(
+    name: str, value: int, figure: Figure
+) -> None:
+    """As a world of another size makes it."""
     one, other = (made.run() for made in two())
-    batch = {**other.plan["batch"], "accumulation": 2}
+    batch = {**other.plan["batch"], name: value}
     other = type(other)(**{**vars(other), "plan": {**other.plan, "batch": batch}})
-    assert [one.key for one in analyse([one, other], None).refused] == ["batch.accumulation"]
+    compared = analyse([one, other], None)
+    assert [one.key for one in compared.refused] == [f"batch.{name}"]
+    figure(refused_as(compared))
 
 
-def test_96_against_95_label_tokens_in_step_12_names_step_12() -> None:
+def test_96_against_95_label_tokens_in_step_12_names_step_12(figure: Figure) -> None:
     def change(made: Made) -> None:
         for row in made.rows:
             row["train/label_tokens"] = row["step"] * 96 - (row["step"] >= 12)
@@ -121,9 +139,11 @@ def test_96_against_95_label_tokens_in_step_12_names_step_12() -> None:
     made = two(change)
     for row in made[0].rows:
         row["train/label_tokens"] = row["step"] * 96
-    refused = found(made).refused
+    compared = found(made)
+    refused = compared.refused
     assert [one.key for one in refused] == ["data.label_tokens"]
     assert "96 against 95 label tokens in step 12 (fp32-seed0 against bf16-seed0)" in str(refused[0])
+    figure(refused_as(compared))
 
 
 def test_between_logged_steps_the_stretch_is_named() -> None:
@@ -145,11 +165,22 @@ def test_windows_given_up_after_an_overflow_make_other_samples() -> None:
     assert found(made).refused == ()
 
 
-def test_c112_masters_that_are_not_what_was_asked_for_are_refused() -> None:
+def test_c112_masters_that_are_not_what_was_asked_for_are_refused(figure: Figure) -> None:
     """Both asked for FP32 masters, the ledger measured others."""
-    refused = found(two(masters="bfloat16")).refused
+    compared = found(two(masters="bfloat16"))
+    refused = compared.refused
     assert [one.key for one in refused] == ["masters", "moments"]
     assert str(refused[0]) == "masters: float32 in fp32, bfloat16 in bf16"
+    figure(refused_as(compared))
+
+
+@pytest.mark.parametrize(("row", "key"), [("gradients", "gradients"), ("buffers", "buffers"), ("working", "working")])
+def test_c112_other_dtypes_that_ranks_held_are_refused_where_no_setting_explains_them(row: str, key: str) -> None:
+    one, other = (made.run() for made in two(settings=("precision.compute=fp32",)))
+    ledger = [held for held in other.ledger if held["row"] != row]
+    ledger.append({"row": row, "rank": 0, "dtype": "bfloat16", "elements": 100, "measured_bytes": 200})
+    other = type(other)(**{**vars(other), "ledger": tuple(ledger)})
+    assert [one.key for one in analyse([one, other], None).refused] == [key]
 
 
 def test_c112_pure_16_bit_is_flagged_and_is_refused_where_the_treatment_is_another() -> None:
@@ -170,11 +201,13 @@ def test_pure_runs_of_two_dtypes_hold_other_bits_and_are_compared() -> None:
     assert keys(made) == []
 
 
-def test_the_seed_sets_have_to_be_the_same() -> None:
+def test_the_seed_sets_have_to_be_the_same(figure: Figure) -> None:
     made = [*two(), Made("fp32-seed1", 1, 40)]
-    refused = found(made).refused
+    compared = found(made)
+    refused = compared.refused
     assert [one.key for one in refused] == ["seeds"]
     assert str(refused[0]) == "seeds: 0, 1 in fp32, 0 in bf16"
+    figure(refused_as(compared))
     assert found(made, allow=["seeds"]).seeds == (0,)
 
 

@@ -40,7 +40,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if said:
         terminalreporter.section("figures")
     before = ""
-    for test, text in sorted(dict.fromkeys(said)):
+    for test, text in sorted(dict.fromkeys(said), key=lambda one: one[0]):  # a test's own in its order
         if test != before:
             terminalreporter.line(test)
         terminalreporter.line(f"    {text}")

@@ -44,10 +44,10 @@ def parse_bytes(text: str | int) -> int:
 def parse_rate(text: str) -> float:
     """Bytes/s of '50GB/s' or '46GiB/s' (bytes) and of '400Gbit/s', '400Gb/s' or '400Gbps' (bits, as networks are sold).
 
-    Raises UsageError for what can be read as either, such as '400gb/s', '400Gb' or '400G'.
+    Raises UsageError for what can be read as either, such as '400gb/s' or '400G', and without `/s` or `ps`.
     """
-    match = re.fullmatch(rf"({_NUMBER})\s*([kKMGTP]i?)(B|[bB]its?|b)(/s|ps)?", text.strip())
-    if match is not None and (match[3] == "B" or match[4]):
+    match = re.fullmatch(rf"({_NUMBER})\s*([kKMGTP]i?)(B|[bB]its?|b)(/s|ps)", text.strip())
+    if match is not None:
         return float(match[1]) * _BYTES[f"{match[2].lower()}b"] / (1 if match[3] == "B" else 8)
     loose = re.fullmatch(rf"({_NUMBER})\s*([kmgtp]?i?)(?:b?(?:/s|ps)?)", text.strip(), re.IGNORECASE)
     if loose is not None:

@@ -41,7 +41,7 @@ def test_a_unit_of_one_letter_is_asked_about() -> None:
     [
         ("50GB/s", 50e9),
         ("50GBps", 50e9),
-        ("50 GB", 50e9),
+        ("50 GB/s", 50e9),
         ("46GiB/s", 46 * 2**30),
         ("400Gb/s", 50e9),
         ("400Gbps", 50e9),
@@ -55,7 +55,22 @@ def test_a_rate_is_of_bytes_or_of_bits(text: str, rate: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["400", "400G", "400g", "400Gb", "400gb/s", "400gbps", "400G/s", "400GiBit", "fast", "-1GB/s", ""]
+    "text",
+    [
+        "400",
+        "400G",
+        "400g",
+        "400Gb",
+        "400GB",
+        "400Gbit",
+        "400gb/s",
+        "400gbps",
+        "400G/s",
+        "400GiBit",
+        "fast",
+        "-1GB/s",
+        "",
+    ],
 )
 def test_a_rate_that_may_be_either_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="bits") as caught:

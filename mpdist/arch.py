@@ -58,8 +58,8 @@ class Arch:
     passes beside its experts. ``learned_positions``: they come from a table that ends at ``max_positions``; elsewhere
     ``rotary_dim`` elements of each head are rotated. ``activation``: its name in transformers. Dropout is a probability:
     of attention scores, and of what a block adds to the stream. ``whole_logits``: the loss takes the model's own logits,
-    since they are more than its head's product (capped, scaled) or a router's loss comes with them. ``attends``: how many
-    tokens each layer attends to, 0 for all.
+    since they are more than its head's product (capped, scaled) or a router's loss comes with them. ``router_loss``: whether
+    one does. ``attends``: how many tokens each layer attends to, 0 for all.
     """
 
     model_type: str
@@ -78,6 +78,7 @@ class Arch:
     attention_dropout: float
     hidden_dropout: float
     whole_logits: bool
+    router_loss: bool
     attends: tuple[int, ...]
     experts: int
     experts_per_token: int
@@ -345,6 +346,7 @@ def from_mapping(config: Mapping[str, Any], source: str, inline: bool = False) -
         attention_dropout=attention_dropout,
         hidden_dropout=hidden_dropout,
         whole_logits=family.makes_whole_logits(config),
+        router_loss=family.adds_router_loss(config),
         attends=attends(config, shape),
         experts=shape.experts,
         experts_per_token=shape.experts_per_token,

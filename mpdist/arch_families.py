@@ -87,6 +87,10 @@ class Family:
             config.get(key, self.defaults.get(key, value)) != value for key, value in plain.items()
         )
 
+    def adds_router_loss(self, config: Mapping[str, Any]) -> bool:
+        wanted = self.plain_logits == _NO_ROUTER_LOSS and bool(config.get("output_router_logits"))
+        return wanted and config.get("router_aux_loss_coef") != 0
+
 
 def _linear(name: str, out: int, into: int, bias: bool = False, conv1d: bool = False) -> Iterator[Made]:
     # GPT-2's Conv1D keeps its matrix transposed.

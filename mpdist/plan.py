@@ -372,6 +372,14 @@ def _model_problems(cfg: Config, arch: Arch, origin: Callable[[str], str]) -> li
                 f"Take data.seq_len {arch.max_positions} or less.",
             )
         )
+    if arch.router_loss and cfg.precision.scale.per_block:
+        problems.append(
+            UsageError(
+                f"precision.scale.per_block = true ({origin('precision.scale.per_block')})",
+                "The model asks for a router loss, which enters inside the blocks, at the window's scale and not at a block's.",
+                "Take it out, or set output_router_logits to false in the model's config.",
+            )
+        )
     where = f"model.freeze = {list(cfg.model.freeze)} ({origin('model.freeze')})"
     names = [p.name for p in arch.params]
     # A model's own code may have parameters that its type does not tell; the built model is asked in any case.

@@ -402,6 +402,17 @@ def test_a_position_table_that_ends_is_a_refusal(tmp_path: Path) -> None:
         plan.make(config, gpt2, 8, 1)
 
 
+def test_blocks_have_no_scales_of_their_own_beside_a_router_loss(tmp_path: Path) -> None:
+    config = resolved(tmp_path, "precision.compute=fp16", "precision.scale.per_block=true").config
+
+    def planned(**more: Any) -> plan.Plan:
+        return plan.make(config, arch.from_mapping({"model_type": "mixtral", **more}, "test"), 8, 1)
+
+    with pytest.raises(ConfigError, match="router loss"):
+        planned(output_router_logits=True)
+    assert planned().parameters == planned(output_router_logits=True, router_aux_loss_coef=0.0).parameters
+
+
 def test_the_text_says_why_states_take_what_they_take(tmp_path: Path) -> None:
     def why(*overrides: str) -> str:
         return next(line for line in made(tmp_path, *overrides).text().splitlines() if line.startswith("  why: "))

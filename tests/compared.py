@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -241,6 +242,11 @@ def compared_arms(steps: int = 300, seeds: int = 3, **asked: Any) -> Comparison:
                 None if other is None else apart[other][seed], eval_every=30, **scaled,
             ))  # fmt: skip
     return analyse([one.run() for one in made], None, against="fp32", **asked)
+
+
+def lines(report: str, beginning: str) -> list[str]:
+    """Those of a report that begin with this pattern and a blank, as they are printed."""
+    return [line.strip() for line in report.splitlines() if re.match(f"({beginning}) ", line.strip())]
 
 
 def loss_of(seed: int, steps: int) -> np.ndarray:

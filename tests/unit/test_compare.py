@@ -6,12 +6,13 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from compared import LABELS, TOKENS, Made, curve
+from compared import LABELS, TOKENS, Made, curve, lines
 
 from mpdist import cli, sweep_file
 from mpdist.compare import arms, match, read
@@ -173,7 +174,7 @@ def test_superseded_work_does_not_count(tmp_path: Path) -> None:
 
 
 def test_seven_steps_of_ten_attempts_are_matched_by_steps_and_by_tokens(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], figure: Callable[[str], None]
 ) -> None:
     made = [Made("fp32-seed0", steps=7, eval_every=7),
             Made("fp16-seed0", steps=7, eval_every=7, settings=FP16, skips=SKIPS, scale=65536.0)]  # fmt: skip
@@ -184,6 +185,8 @@ def test_seven_steps_of_ten_attempts_are_matched_by_steps_and_by_tokens(
     assert "attempts                                                7                         10" in text
     assert "3 non-finite gradients" in text
     assert "8192" in text  # the scale that it ended with: 65536, halved three times
+    for line in lines(text, "means over|steps|attempts|skipped|label tokens|at matched steps|fp16 +7"):
+        figure(line)
     assert cli.main(["compare", *paths, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert [(arm["name"], arm["steps"], arm["attempts"], arm["label_tokens"]) for arm in report["arms"]] == [

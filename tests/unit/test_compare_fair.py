@@ -11,6 +11,7 @@ import pytest
 from compared import Made
 
 from mpdist import cli
+from mpdist.compare import text
 from mpdist.compare.analyse import analyse
 from mpdist.compare.tree import Comparison
 from mpdist.errors import UsageError
@@ -183,7 +184,7 @@ def test_c112_other_dtypes_that_ranks_held_are_refused_where_no_setting_explains
     assert [one.key for one in analyse([one, other], None).refused] == [key]
 
 
-def test_c112_pure_16_bit_is_flagged_and_is_refused_where_the_treatment_is_another() -> None:
+def test_c112_pure_16_bit_is_flagged_and_is_refused_where_the_treatment_is_another(figure: Figure) -> None:
     """BF16 with FP32 masters beside pure BF16."""
     pure = Made("pure-seed0", steps=40, settings=(*BF16, "precision.master=compute"), masters="bfloat16")
     mixed = Made("mixed-seed0", steps=40, settings=BF16)
@@ -192,7 +193,12 @@ def test_c112_pure_16_bit_is_flagged_and_is_refused_where_the_treatment_is_anoth
     assert [note.text for note in declared.notes if note.kind == "masters"] == [
         "pure: its masters are bfloat16: pure 16-bit training, NO FP32 masters"
     ]
-    assert keys([mixed, pure], treatment=["precision.compute"]) == ["precision.master"]
+    rows = {row[0]: row[1:] for row in text.arms(declared).rows}
+    assert rows["compute / masters / wire / sum"] == ["bf16 / fp32 / fp32 / fp32", "bf16 / bf16 / fp32 / fp32"]
+    assert rows["moments, gradients, buffers"] == ["fp32, fp32, fp32", "bf16, fp32, fp32"]
+    narrow = found([mixed, pure], treatment=["precision.compute"])
+    assert [one.key for one in narrow.refused] == ["precision.master"]
+    figure(refused_as(narrow))
 
 
 def test_pure_runs_of_two_dtypes_hold_other_bits_and_are_compared() -> None:

@@ -110,7 +110,7 @@ def _read(folder: Path) -> Telemetry:
         raise UsageError(f"{folder} has no telemetry by layer", "no logged step has been measured yet, or an older version ran it",
                          "wait until a step is logged (track.every)")  # fmt: skip
     names = layers[rows[-1]["session"]]
-    happened = events(folder)
+    happened = events(folder, run_files.check_event)
     best = best_static(every, happened)
     warned = [e["reason"] for e in happened if e.get("event") == "warning" and "check" in e]
     rows = [row for row in rows if layers[row["session"]] == names]

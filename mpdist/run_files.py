@@ -82,8 +82,8 @@ ENV: Schema = {
 EVENT: Schema = {
     "event!": TEXT, "step!": COUNT, "attempt!": COUNT, "reason": maybe(TEXT), "changes": LIST, "changes.[]": TEXT, "check": TEXT,
 }  # fmt: skip
-SKIP: Schema = {"reason!": TEXT, "scale": FIGURE, "scale_after": FIGURE, "window": COUNT}
-SCALE: Schema = {"scale!": FIGURE}
+SKIP: Schema = {"reason!": TEXT, "scale": FINITE, "scale_after": FINITE, "window": COUNT}
+SCALE: Schema = {"scale!": FINITE}
 ROW: Schema = {"kind!": TEXT, "step!": COUNT, "session!": COUNT}
 """What `mpdist.record.read_metrics` puts rows in order by."""
 _COMPARED: Schema = {"attempt!": COUNT, "train/label_tokens!": COUNT, "time/train_s!": FINITE}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,10 +67,10 @@ def health_of(scale: Mapping[str, Any], run: Path) -> Health | None:
     return Health(scale["mode"] == "dynamic", scale["floor"], told, blocks=scale.get("per_block", False))
 
 
-def events(run: Path) -> list[dict[str, Any]]:
-    """Of a run directory; none where nothing has happened yet."""
+def events(run: Path, check: Callable[[dict[str, Any], str], None] | None = None) -> list[dict[str, Any]]:
+    """Of a run directory; none where nothing has happened yet. check: as `read_lines` takes it."""
     path = run / "events.jsonl"
-    return read_lines(path) if path.exists() else []
+    return read_lines(path, check) if path.exists() else []
 
 
 def _at_the_floor(step: int, scale: float) -> Finding:
@@ -130,7 +130,9 @@ def best_static(rows: Iterable[Mapping[str, Any]], events: Iterable[Mapping[str,
             largest = max(largest, FP16_MAX / 2.0**room / scale)
     if not largest:
         return None
-    falls = [e["scale"] for e in events if e.get("event") == "skip" and e.get("scale_after", e["scale"]) < e["scale"]]
+    falls = [
+        e["scale"] for e in events if e.get("event") == "skip" and e.get("scale_after", math.inf) < e.get("scale", 0.0)
+    ]
     overflowed = min(falls, default=None)
     power = math.floor(math.log2(FP16_MAX / largest)) - SPARE
     if overflowed is not None:

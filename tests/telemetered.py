@@ -32,7 +32,15 @@ def run_with_telemetry(folder: Path, steps: int, layers: list[str] | None = None
                       "scale/skipped": 1, **totals, "precision/headroom_overflow": 5.0, "precision/by_layer": by_layer})  # fmt: skip
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     events = [
-        {"event": "skip", "step": 0, "attempt": 1, "rank": 0, "scale": 8192.0, "scale_after": 4096.0},
+        {
+            "event": "skip",
+            "step": 0,
+            "attempt": 1,
+            "rank": 0,
+            "reason": "non-finite gradients",
+            "scale": 8192.0,
+            "scale_after": 4096.0,
+        },
         {
             "event": "warning",
             "step": 3,

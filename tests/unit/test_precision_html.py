@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -50,6 +51,21 @@ def test_findings_and_the_static_scale_stand_on_the_page(tmp_path: Path) -> None
     assert "scale at its floor: &lt;1&gt;" in html
     assert "the best static scale" in html
     assert "2^11 = 2048" in html
+
+
+@pytest.mark.parametrize(
+    ("event", "said"),
+    [
+        ({"event": "skip", "reason": "non-finite gradients", "scale": "inf"}, 'scale = "inf"'),
+        ({"event": "warning", "check": "scale at its floor", "reason": 3}, "reason = 3"),
+    ],
+)
+def test_a_damaged_event_is_named(tmp_path: Path, event: dict[str, Any], said: str) -> None:
+    path = run_with_telemetry(tmp_path / "run", steps=3)
+    with (path / "events.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 1, "attempt": 1, **event}) + "\n")
+    with pytest.raises(UsageError, match=r"events.jsonl:\d+: .*" + re.escape(said)):
+        page(read(path))
 
 
 def test_a_long_run_has_the_worst_of_several_steps_in_a_column() -> None:

@@ -27,14 +27,14 @@ def _row(form: Format) -> dict[str, object]:
 
 
 def check(form: Format) -> int:
-    """Decodes bit patterns, all of a format of up to 16 bits, else those at every border, and compares the facts with them.
+    """Decodes bit patterns, all of a format of up to 20 bits, else those at every border, and compares the facts with them.
 
     Returns how many were decoded. Raises AssertionError where a fact is wrong.
     """
     half = 1 << (form.bits - (form.top != "scale"))  # patterns without a sign, in the order of their numbers
     one = form.bias << form.fraction_bits
     first_normal = 1 << form.fraction_bits
-    if form.bits <= 16:
+    if form.bits <= 20:
         patterns = np.arange(half)
     else:
         borders = (0, first_normal, one, half - first_normal, half)
@@ -68,7 +68,7 @@ def text() -> str:
     ]
     counts = ", ".join(f"{row['format']} {row['patterns']}" for row in rows())
     notes = [
-        f"checked against bit patterns: {counts} (all, up to 16 bits; else every border)",
+        f"checked against bit patterns: {counts} (all, up to 20 bits; else every border)",
         "tf32 is what a tensor core makes of FP32 inputs, and is stored in 32 bits; e8m0 is a scale, without sign or zero",
     ]
     return "\n".join([*lines, "", *notes])

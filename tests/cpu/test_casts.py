@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -26,7 +28,9 @@ def test_every_pattern_is_torchs_number(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["fp16", "bf16", "e5m2", "e4m3"])
-def test_casts_of_all_16_bit_patterns_ties_and_random_values_are_torchs(name: str) -> None:
+def test_casts_of_all_16_bit_patterns_ties_and_random_values_are_torchs(
+    name: str, figure: Callable[[str], None]
+) -> None:
     form = (FORMATS | NARROW)[name]
     finite = np.sort(decode(form, np.arange(1 << form.bits)))
     finite = finite[np.isfinite(finite)]
@@ -40,6 +44,7 @@ def test_casts_of_all_16_bit_patterns_ties_and_random_values_are_torchs(name: st
     ours = round_to(values.double().numpy(), form, saturate=name == "e4m3")
     theirs = values.to(DTYPES[name]).double().numpy()
     assert np.array_equal(ours, theirs, equal_nan=True)
+    figure(f"{len(ours)} values rounded as torch does")
     known = ~np.isnan(theirs)
     assert np.array_equal(np.signbit(ours[known]), np.signbit(theirs[known]))
 

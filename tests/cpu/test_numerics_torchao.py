@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -21,17 +23,19 @@ def values(span: float, seed: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", ["e5m2", "e4m3", "e2m1"])
-def test_mx_blocks_are_torchaos_bit_for_bit(name: str) -> None:
+def test_mx_blocks_are_torchaos_bit_for_bit(name: str, figure: Callable[[str], None]) -> None:
     mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor", reason="torchao is not installed")
     dtypes = {"e5m2": torch.float8_e5m2, "e4m3": torch.float8_e4m3fn, "e2m1": torch.float4_e2m1fn_x2}
     x = values(12.0)
     theirs, own = mx.MXTensor.to_mx(torch.from_numpy(x), dtypes[name], 32), round_mx(x, NARROW[name])
-    assert (theirs.dequantize(torch.float32).numpy() == own.values).all()
+    same = theirs.dequantize(torch.float32).numpy() == own.values
+    figure(f"MX {name}: {same.sum()} of {same.size} values equal torchao's")
+    assert same.all()
     exponents = theirs.scale.view(torch.uint8).numpy().astype(int).reshape(own.scales.shape)
     assert (2.0 ** (exponents - 127) == own.scales).all()
 
 
-def test_nvfp4_blocks_are_torchaos_where_their_scales_are_normal_numbers() -> None:
+def test_nvfp4_blocks_are_torchaos_where_their_scales_are_normal_numbers(figure: Callable[[str], None]) -> None:
     """Scales below 2^-6 of the tensor's are kept here as E4M3's subnormal numbers; torchao raises them to 2^-6."""
     nvfp4 = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor", reason="torchao is not installed")
     for span, same in ((3.0, 1.0), (10.0, 0.5)):
@@ -42,6 +46,10 @@ def test_nvfp4_blocks_are_torchaos_where_their_scales_are_normal_numbers() -> No
         own = round_nvfp4(x)
         normal = np.repeat(own.scales / float(whole) >= 2.0**-6, 16, axis=1) | (x == 0)
         assert normal.mean() >= same - 0.01
-        assert np.allclose(theirs[normal], own.values[normal], rtol=1e-6, atol=0)
+        close = np.isclose(theirs[normal], own.values[normal], rtol=1e-6, atol=0)
+        figure(
+            f"NVFP4 over 2^+-{span:.0f}: {close.sum()} of {normal.sum()} values equal torchao's; {(~normal).sum()} left out"
+        )
+        assert close.all()
         if not normal.all():
             assert np.abs(own.values - x)[~normal].mean() < np.abs(theirs - x)[~normal].mean()

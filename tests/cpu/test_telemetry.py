@@ -43,16 +43,21 @@ def brain(values: NDArray[np.float32]) -> NDArray[np.float64]:
     [*((torch.float16, power, half) for power in (0, 8, 16, 32)), (torch.bfloat16, 0, brain), (torch.bfloat16, -122, brain)],
 )  # fmt: skip
 def test_flushes_and_overflows_are_those_of_a_direct_count(
-    gradients: list[torch.Tensor], dtype: torch.dtype, power: int, cast: Callable[..., NDArray[np.float64]]
+    gradients: list[torch.Tensor],
+    dtype: torch.dtype,
+    power: int,
+    cast: Callable[..., NDArray[np.float64]],
+    figure: Callable[[str], None],
 ) -> None:
-    zeros = infinite = 0
+    whole = zeros = infinite = 0
     for gradient in gradients:
         scaled = gradient * 2.0**power
         values = scaled.numpy()
         found = cast(values)
         expected = [(values != 0).sum(), ((values != 0) & (found == 0)).sum(), np.isinf(found).sum()]
         assert lost(scaled, dtype).tolist() == expected
-        zeros, infinite = zeros + expected[1], infinite + expected[2]
+        whole, zeros, infinite = whole + expected[0], zeros + expected[1], infinite + expected[2]
+    figure(f"at 2^{power}: {zeros} of {whole} flushed, {infinite} overflowed, as a direct count finds")
     # The cases are such that each loss is seen in one of them and missing in another.
     assert (zeros > 0) == ((dtype, power) in ((torch.float16, 0), (torch.float16, 8), (torch.bfloat16, -122)))
     assert (infinite > 0) == ((dtype, power) == (torch.float16, 32))

@@ -10,7 +10,7 @@ import re
 import subprocess
 import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -85,9 +85,10 @@ def test_the_look_finds_what_is_cut_and_what_is_covered(tmp_path: Path) -> None:
     assert looked_at(tmp_path, twice)["over"] == ["forward | over it"]
 
 
-def test_the_page_as_it_is_gives_no_complaint(tmp_path: Path) -> None:
+def test_the_page_as_it_is_gives_no_complaint(tmp_path: Path, figure: Callable[[str], None]) -> None:
     dom, complaints = chromium(tmp_path, page(crowded()), "--dump-dom")
     assert "<h1>Memory plan: 8 ranks</h1>" in dom
+    figure(f"{len(complaints.splitlines())} lines in the console")
     assert complaints == ""
 
 
@@ -128,7 +129,7 @@ def _unpacked(pdf: bytes) -> list[bytes]:
     return found
 
 
-def test_the_command_draws_what_it_prints(tmp_path: Path) -> None:
+def test_the_command_draws_what_it_prints(tmp_path: Path, figure: Callable[[str], None]) -> None:
     command = [
         sys.executable,
         "-m",
@@ -149,6 +150,8 @@ def test_the_command_draws_what_it_prints(tmp_path: Path) -> None:
         sum(n for row, n in moment["rows"].items() if row not in _on_host(plan)) for moment in plan["moments"]
     )
     assert found["blocks"][0] == plan["peak_bytes_per_rank"]
+    figure(f"{found['drawings']} drawings, {found['texts']} texts, {len(found['cut'])} cut off, {len(found['over'])} covered;"
+           f" tallest stack {found['blocks'][0]} B, as printed")  # fmt: skip
 
 
 def _on_host(plan: Mapping[str, Any]) -> set[str]:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,10 +17,13 @@ from mpdist.numerics import table
 from mpdist.numerics.rounding import decode, round_mx, round_nvfp4, round_to
 
 
-def test_the_table_agrees_with_every_bit_pattern_and_a_wrong_fact_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_agrees_with_every_bit_pattern_and_a_wrong_fact_is_found(
+    monkeypatch: pytest.MonkeyPatch, figure: Callable[[str], None]
+) -> None:
     counts = {row["format"]: row["patterns"] for row in table.rows()}
     assert counts["fp16"] == counts["bf16"] == 2**15
-    assert counts["e2m1"] == 8
+    assert (counts["e2m1"], counts["tf32"]) == (8, 2**18)
+    figure(f"patterns of one sign looked at: {counts}")
     assert {name: form.max for name, form in NARROW.items()} == {
         "e5m2": 57344,
         "e4m3": 448,
@@ -44,13 +48,21 @@ def test_ties_go_to_the_even_neighbour_and_what_is_too_large_leaves_or_saturates
     assert np.signbit(round_to(-1e-30, fp16))
 
 
-def test_stochastic_rounding_is_unbiased() -> None:
+def test_stochastic_rounding_is_unbiased(figure: Callable[[str], None]) -> None:
     generator = np.random.default_rng(0)
     form, value = FORMATS["bf16"], 1.0 + 2**-10
     drawn = round_to(np.full(200_000, value), form, generator=generator)
     assert set(drawn.tolist()) == {1.0, 1.0 + 2**-7}
-    assert abs(drawn.mean() - value) < 3 * drawn.std() / np.sqrt(len(drawn))
     assert round_to(value, form) == 1.0  # to the nearest would be off by all of it
+    cases = {"bf16, 1 + 2^-10": drawn - value}
+    values = generator.uniform(-2.0, 2.0, 200_000)  # down to subnormal numbers of the narrowest
+    for name, form in (FORMATS | NARROW).items():
+        if name not in ("fp32", "e8m0"):  # one as fine as what is drawn, one without zero and sign
+            cases[name] = round_to(values, form, generator=generator) - values
+    for name, error in cases.items():
+        standard = error.std() / np.sqrt(len(error))
+        figure(f"{name}: mean error {error.mean():+.2e} = {error.mean() / standard:+.2f} standard errors")
+        assert abs(error.mean()) < 3 * standard
 
 
 def test_blocks_share_a_scale() -> None:
@@ -82,9 +94,10 @@ def near(found: Any, wanted: float) -> bool:
     return found == pytest.approx(wanted, rel=0.03)
 
 
-def test_the_labs_data_and_rounding_are_the_published_ones(lab: dict[str, Any]) -> None:
+def test_the_labs_data_and_rounding_are_the_published_ones(lab: dict[str, Any], figure: Callable[[str], None]) -> None:
     assert lab["checks"]["mismatches"] == 0
     assert lab["checks"]["values"] == 200_499
+    figure(f"roundings unlike NumPy's: {lab['checks']['mismatches']} of {lab['checks']['values']}")
     data = lab["data"]
     assert round(data["train_share"], 3) == 0.491
     assert round(data["test_share"], 3) == 0.502
@@ -93,7 +106,7 @@ def test_the_labs_data_and_rounding_are_the_published_ones(lab: dict[str, Any]) 
     assert round(data["step"], 4) == 0.8550
 
 
-def test_the_labs_training_regimes(lab: dict[str, Any]) -> None:
+def test_the_labs_training_regimes(lab: dict[str, Any], figure: Callable[[str], None]) -> None:
     published = {
         "FP32": (1.214e-04, 0.9365, 0, 1),
         "FP16 weights, scaling": (2.598e-03, 0.9395, 1, 131072),
@@ -105,6 +118,7 @@ def test_the_labs_training_regimes(lab: dict[str, Any]) -> None:
     assert {row["regime"] for row in lab["regimes"]} == set(published)
     for row in lab["regimes"]:
         excess, accuracy, lost, scale = published[row["regime"]]
+        figure(f"{row['regime']}: excess loss {row['excess']:.4g}, published {excess:.4g}")
         assert near(row["excess"], excess), row
         assert abs(row["accuracy"] - accuracy) < 0.002, row
         assert abs(row["lost"] - lost) < 0.002, row
@@ -122,7 +136,7 @@ CASTS: dict[str, list[tuple[float, float, float]]] = {
 
 
 @pytest.mark.parametrize("step", CASTS)
-def test_the_labs_casts(lab: dict[str, Any], step: str) -> None:
+def test_the_labs_casts(lab: dict[str, Any], step: str, figure: Callable[[str], None]) -> None:
     part = lab["casts"][step]
     assert near(part["smallest"], {"10": 4.1e-07, "3000": 1.15e-15}[step])
     assert near(part["largest"], {"10": 2.15e-04, "3000": 2.43e-04}[step])
@@ -130,6 +144,8 @@ def test_the_labs_casts(lab: dict[str, Any], step: str) -> None:
         assert abs(row["zero"] - zero) < 0.002, row
         assert abs(row["infinite"] - infinite) < 0.002, row
         assert near(row["error"], error), row
+    zero = max(abs(row["zero"] - wanted[0]) for row, wanted in zip(part["rows"], CASTS[step], strict=True))
+    figure(f"{len(part['rows'])} formats and scales: share flushed at most {zero:.5f} from the published")
 
 
 def test_the_labs_accumulators(lab: dict[str, Any]) -> None:

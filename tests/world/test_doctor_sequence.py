@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,10 @@ def found(paths: dict[str, str]) -> dict[str, list[Finding]]:
 
 
 @pytest.mark.parametrize("name", HEALTHY)
-def test_a_healthy_run_has_no_finding(found: dict[str, list[Finding]], name: str) -> None:
+def test_a_healthy_run_has_no_finding(
+    found: dict[str, list[Finding]], name: str, figure: Callable[[str], None]
+) -> None:
+    figure(f"{sum(not finding.ok for finding in found[name])} findings of {len(found[name])} checks")
     assert [finding for finding in found[name] if not finding.ok] == []
     trials = {
         finding.check.removeprefix("trial "): finding.value
@@ -154,12 +158,13 @@ def test_a_healthy_run_has_no_finding(found: dict[str, list[Finding]], name: str
 
 
 @pytest.mark.parametrize("name", DISEASES)
-def test_the_disease_is_named_first(found: dict[str, list[Finding]], name: str) -> None:
+def test_the_disease_is_named_first(found: dict[str, list[Finding]], name: str, figure: Callable[[str], None]) -> None:
     check, words, fragment = DISEASES[name]
     first = worst_first(found[name])[0]
     assert first.check == check
     assert first.level != "ok"
     assert words in first.value
+    figure(f"first: {first.check}: {first.value}; to paste: {to_paste(found[name])}")
     assert first.why
     assert first.do
     assert to_paste(found[name]) == fragment
@@ -178,8 +183,14 @@ def test_what_is_to_be_pasted_is_a_valid_configuration(found: dict[str, list[Fin
         load(path)
 
 
-def test_fp16_names_the_module_and_both_ways_out(found: dict[str, list[Finding]]) -> None:
+def test_fp16_names_the_module_and_both_ways_out(
+    found: dict[str, list[Finding]], figure: Callable[[str], None]
+) -> None:
     outlier = worst_first(found["outlier"])[0]
+    figure(f"{outlier.value}: {outlier.why}: {outlier.do}")
+    for finding in found["outlier in bf16"]:
+        if finding.check.startswith("trial"):
+            figure(f"the same weights in BF16, {finding.check}: {finding.value}")
     assert f"the first module with a non-finite output is {MLP}.up_proj" in outlier.why
     assert "FP32 and BF16 are finite from the same weights" in outlier.why
     assert outlier.do.startswith(f"precision.keep_fp32: [{MLP}]: tried, {STEPS} steps")

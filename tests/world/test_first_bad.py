@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -200,11 +201,15 @@ def rows(run: watched.Watched, attempt: int, micro: int, rank: int) -> list[int]
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_each_planted_fault_is_named_exactly(runs: dict[str, watched.Watched], name: str) -> None:
+def test_each_planted_fault_is_named_exactly(
+    runs: dict[str, watched.Watched], name: str, figure: Callable[[str], None]
+) -> None:
     run = runs[name]
     assert run.status == 0, run.message
     assert [event["attempt"] for event in run.events("finding")] == [FORWARD, BACKWARD, LOSS, GRADIENT, ONCE]
     forward, backward, loss, gradient, once = reports(run)
+    for event, report in zip(run.events("finding"), reports(run), strict=True):
+        figure(f"attempt {event['attempt']}, the same on both ranks: {report.sentence}")
 
     place = {"kind": "forward", "module": "model.layers.3.mlp.down_proj", "tensor": "output", "index": [1, 3, 5], "micro": 2,
              "value": "inf", "count": 1, "last_good": "model.layers.3.mlp.act_fn", "bad_loss": True, "lower_scale": False}  # fmt: skip
@@ -253,10 +258,13 @@ def test_a_replay_leaves_no_bit_behind(runs: dict[str, watched.Watched], name: s
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_an_overflow_of_the_wire_alone_is_the_scale_s_to_cure(runs: dict[str, watched.Watched], name: str) -> None:
+def test_an_overflow_of_the_wire_alone_is_the_scale_s_to_cure(
+    runs: dict[str, watched.Watched], name: str, figure: Callable[[str], None]
+) -> None:
     run = runs[f"{name}-wire"]
     assert run.status == 0, run.message
     first = reports(run)[0]
+    figure(first.sentence)
     assert (first.facts["kind"], first.facts["dtype"], first.facts["bad_loss"]) == ("wire", "float16", False)
     assert first.facts["lower_scale"] is True
     assert "every rank's own gradients are finite" in first.sentence
@@ -267,10 +275,13 @@ def test_an_overflow_of_the_wire_alone_is_the_scale_s_to_cure(runs: dict[str, wa
 
 
 @pytest.mark.parametrize("name", SPOILT)
-def test_a_bad_weight_is_named_with_where_it_shows_first(runs: dict[str, watched.Watched], name: str) -> None:
+def test_a_bad_weight_is_named_with_where_it_shows_first(
+    runs: dict[str, watched.Watched], name: str, figure: Callable[[str], None]
+) -> None:
     run = runs[f"{name}-embedding"]
     assert [rank.status for rank in run.ranks] == [5, 5]
     (report,) = reports(run)
+    figure(report.sentence)
     place = {"kind": "weight", "parameter": "model.embed_tokens.weight", "parameter_index": [used_row(), 2], "parameter_count": 2,
              "module": "model.embed_tokens", "lower_scale": False, "micro": 1}  # fmt: skip
     assert place.items() <= report.facts.items()

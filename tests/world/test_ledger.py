@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,14 @@ def total_of(shape: dict[str, Any]) -> int:
 STATES = ("parameters", "working", "gradients", "moments")
 
 
-def test_fsdp2_holds_16_bytes_a_parameter_over_its_ranks(tmp_path: Path) -> None:
+def test_fsdp2_holds_16_bytes_a_parameter_over_its_ranks(tmp_path: Path, figure: Callable[[str], None]) -> None:
     for compute in ("bf16", "fp32"):
         rows = trained(tmp_path, 2, precision__compute=compute, name=compute).ledger()
         assert not [row for row in rows if row.get("off")]
         for rank in (0, 1):
-            assert class_bytes(rows, rank, *STATES) == 16 * total_of(SHAPE) // 2, (compute, rank)
+            held = class_bytes(rows, rank, *STATES)
+            figure(f"{compute}, rank {rank} of 2: {held} B measured / {total_of(SHAPE)} = {held / total_of(SHAPE)}")
+            assert held == 16 * total_of(SHAPE) // 2, (compute, rank)
 
 
 # Bytes a parameter on each of w ranks in BF16, with gradients in FP32: DeepSpeed's own table for its stages 1 to 3, in the
@@ -53,10 +56,13 @@ ZERO = {1: lambda w: 2 + 16 / w, 2: lambda w: 2 + 16 / w, 3: lambda w: 18 / w}
 
 
 @pytest.mark.parametrize("stage", ZERO)
-def test_each_stage_of_deepspeed_holds_its_row_of_the_table(stage: int, tmp_path: Path) -> None:
+def test_each_stage_of_deepspeed_holds_its_row_of_the_table(
+    stage: int, tmp_path: Path, figure: Callable[[str], None]
+) -> None:
     run = trained(tmp_path, 2, shard={"engine": "deepspeed", "stage": stage}, precision__compute="bf16")
     for rank in (0, 1):
         held = class_bytes(run.ledger(), rank, *STATES) / total_of(SHAPE)
+        figure(f"rank {rank} of 2: {held:.4f} B a parameter measured, the table's {ZERO[stage](2)}")
         assert held == pytest.approx(ZERO[stage](2), rel=1e-3)
 
 
@@ -88,13 +94,16 @@ def session_with_a_copy(rank: int, path: str, kept: bool) -> tuple[int, str]:
 
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "passing"])
 @pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
-def test_an_extra_copy_of_the_gradients_is_named(engine: str, kept: bool, tmp_path: Path) -> None:
+def test_an_extra_copy_of_the_gradients_is_named(
+    engine: str, kept: bool, tmp_path: Path, figure: Callable[[str], None]
+) -> None:
     tiny.write_text(tmp_path / "train.jsonl", 200, longest=60)
     path = tiny.config(tmp_path, **WIDE, shard__engine=engine)
     worlds.run(session_with_a_copy, 2, str(path), kept)
     run = tiny.Result(tmp_path / "runs" / "run", [(0, "")])
     warned = [e["reason"] for e in run.events("warning") if e["reason"].startswith("ledger")]
     assert len(warned) == 1, warned
+    figure(warned[0])
     share = total_of(SHAPE) // (2 if engine == "fsdp2" else 1)
     off = [row for row in run.ledger() if row.get("off")]
     assert {row["rank"] for row in off} == {0, 1}

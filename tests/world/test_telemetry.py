@@ -59,7 +59,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, watched.Watched]
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_the_wires_losses_are_those_of_its_casts(runs: dict[str, watched.Watched], name: str) -> None:
+def test_the_wires_losses_are_those_of_its_casts(
+    runs: dict[str, watched.Watched], name: str, figure: Callable[[str], None]
+) -> None:
     run = runs[f"wire-{name}"]
     assert run.ends == [(0, ""), (0, "")]
     rows = run.rows()
@@ -67,6 +69,7 @@ def test_the_wires_losses_are_those_of_its_casts(runs: dict[str, watched.Watched
     assert all(0.01 < share < 0.9 for share in shares)
     assert [row["precision/wire_overflowed"] for row in rows] == [0.0, 0.0]
     whole = [sum(cast[i] for seen in run.ranks for cast in seen.probe) for i in range(3)]
+    figure(f"flushed in the cast to the FP16 wire: {sum(shares) / 2:.5f} told, {whole[1] / whole[0]:.5f} counted")
     # Both steps have about as many elements that are not zero; a mean of their shares is the share of all.
     assert sum(shares) / 2 == pytest.approx(whole[1] / whole[0], rel=1e-3)
 
@@ -168,10 +171,12 @@ def _changed(rank: int, lrs: list[float]) -> list[tuple[float, float, float]]:
     return found  # type: ignore[return-value]
 
 
-def test_c18_shares_of_updates_that_bf16_takes() -> None:
-    found = worlds.run(_changed, 2, [1e-6, 1e-5, 1e-4])
+def test_c18_shares_of_updates_that_bf16_takes(figure: Callable[[str], None]) -> None:
+    lrs = [1e-6, 1e-5, 1e-4]
+    found = worlds.run(_changed, 2, lrs)
     assert found[0] == found[1]
     assert [changed for changed, _, _ in found[0]] == pytest.approx([0.020, 0.156, 0.882], abs=0.01)
-    for changed, lost, single in found[0]:
+    for lr, (changed, lost, single) in zip(lrs, found[0], strict=True):
+        figure(f"lr {lr}: BF16 masters {changed:.2%} changed, FP32 masters {1 - single:.2%}")
         assert lost == pytest.approx(1 - changed, abs=1e-9)
         assert single < 1e-4

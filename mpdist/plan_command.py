@@ -11,9 +11,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
-from mpdist import plan_text
+from mpdist import plan_text, run_files
 from mpdist.arch import Arch, Unknown, look
 from mpdist.config.load import COMMAND_LINE
 from mpdist.config.write import block
@@ -22,11 +22,17 @@ from mpdist.plan import Plan, make
 from mpdist.plan_advice import Candidate
 from mpdist.plan_memory import MARGIN
 from mpdist.plan_simulated import refuse
+from mpdist.run_files import COUNT, LIST, MAPPING, TEXT, Kind
 from mpdist.units import format_bytes
 
 if TYPE_CHECKING:
     from mpdist.config import Config, Resolved
     from mpdist.devices import Device
+
+_PLAN: run_files.Schema = {
+    "rows!": LIST, "rows.[]": MAPPING, "rows.[].row!": TEXT, "rows.[].rest_bytes!": COUNT, "ranks!": COUNT, "nodes!": COUNT,
+    "device!": Kind("cpu or cuda", lambda value: value in ("cpu", "cuda")),
+}  # fmt: skip
 
 
 def run(
@@ -228,8 +234,8 @@ def show(folder: str, as_json: bool, html: str | None = None) -> int:
     """What a run planned and what it measured, row by row. Raises UsageError where the folder holds no run."""
     path = Path(folder)
     plan, rows = _checked_plan(path / "plan.json"), list[dict[str, Any]]()
-    if (path / "ledger.json").exists():
-        rows = _checked(path / "ledger.json")
+    if (measured := _load(path / "ledger.json", run_files.LEDGER)) is not None:
+        rows = measured["rows"]
     pairs = beside(rows)
     if html is not None:
         _draw(_made_again(path, plan), html, path.resolve().name, pairs=pairs)
@@ -240,55 +246,23 @@ def show(folder: str, as_json: bool, html: str | None = None) -> int:
     return 0
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _load(file: Path, schema: run_files.Schema) -> dict[str, Any] | None:
     try:
-        found = json.loads(file.read_text("utf-8"))
-    except FileNotFoundError:
-        why = f"there is no {file.name} in it, which every run writes as it starts"
-        do = "give OUT_DIR/NAME of a run, or a configuration"
-        raise UsageError(f"{file.parent} is no run directory", why, do) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"{file} cannot be read", str(error), "plan the run's config.yaml instead") from None
-    if not isinstance(found, dict):
-        raise UsageError(f"{file} cannot be read", "it holds no JSON object", "plan the run's config.yaml instead")
-    return found
+        return run_files.load(file, schema)
+    except UsageError as error:
+        raise UsageError(error.what, error.why, "plan the run's config.yaml instead") from error
 
 
 def _checked_plan(file: Path) -> dict[str, Any]:
-    """plan.json of a run, with what is read of it here as it should be."""
-    found = _read(file)
-    rows, ranks, nodes = found.get("rows"), found.get("ranks"), found.get("nodes")
-    good = (
-        isinstance(rows, list)
-        and all(isinstance(r, dict) and isinstance(r.get("row"), str) and _is_size(r.get("rest_bytes")) for r in rows)
-        and _is_size(ranks)
-        and _is_size(nodes)
-        and 0 < nodes <= ranks
-        and ranks % nodes == 0
-        and found.get("device") in ("cpu", "cuda")
-    )
-    if not good:
-        raise UsageError(f"{file} cannot be read", "it is no plan of a run", "plan the run's config.yaml instead")
+    found = _load(file, _PLAN)
+    if found is None:
+        why = f"there is no {file.name} in it, which every run writes as it starts"
+        do = "give OUT_DIR/NAME of a run, or a configuration"
+        raise UsageError(f"{file.parent} is no run directory", why, do)
+    if not 0 < found["nodes"] <= found["ranks"] or found["ranks"] % found["nodes"]:
+        why = f"no {found['ranks']} ranks are evenly on {found['nodes']} nodes"
+        raise UsageError(f"{file} cannot be read", why, "plan the run's config.yaml instead")
     return found
-
-
-def _is_size(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _checked(file: Path) -> list[dict[str, Any]]:
-    rows = _read(file).get("rows")
-    good = isinstance(rows, list) and all(
-        isinstance(r, dict)
-        and isinstance(r.get("row"), str)
-        and isinstance(r.get("rank"), int)
-        and isinstance(r.get("dtype"), str | None)
-        and all(r.get(key) is None or _is_size(r[key]) for key in ("measured_bytes", "planned_bytes"))
-        for r in rows
-    )
-    if not good:
-        raise UsageError(f"{file} cannot be read", "its rows are not a ledger's", "plan the run's config.yaml instead")
-    return rows or []
 
 
 def beside(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -41,7 +41,7 @@ class Report:
 class Attempt:
     """A skipped attempt, on this rank. loss: its sum of token losses. lowest: the scale that may still be tried, None where
     there is none below. every: gradients travelled after each micro-batch. replay: whether it may be computed again. exact:
-    whether that gives the same bits, unless something is broken. policy: of the model, None where no module is kept in FP32.
+    whether that gives the same bits, unless something is broken. policy: of the model.
     rehearsed: the fault of the drill that struck this attempt on any rank, empty without one."""
 
     batch: Batch

@@ -88,7 +88,7 @@ _HOSTS = {
 # GiB in all that torch has reported on a card (in its "total capacity of ... GiB"), the least where reports differ, and
 # where: an issue or a pull request on GitHub. A driver keeps some memory to itself, which nvidia-smi counts.
 _REPORTED: dict[str, tuple[float, str]] = {
-    "H200 SXM": (139.0, "a card in use here, rounded down"),
+    "H200 SXM": (139.0, "read from one, rounded down"),
     "H100 SXM": (79.11, "vllm-project/vllm 27508"),
     "A100 SXM 80GB": (79.14, "lianqi1008/Control-GIC 5"),
     "A100 PCIe 80GB": (79.14, "lianqi1008/Control-GIC 5"),

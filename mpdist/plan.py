@@ -298,7 +298,7 @@ def _warnings(asked: Asked, arch: Arch) -> Iterator[str]:
     if arch.max_positions is not None and asked.seq_len > arch.max_positions:
         yield f"data.seq_len = {asked.seq_len} is beyond the model's max_position_embeddings = {arch.max_positions}"
     if arch.activation not in ACTIVATIONS:
-        yield f"hidden_act = {arch.activation} is no activation of transformers 5.24: planned like silu, it may not be built"
+        yield f"'{arch.activation}' is no activation of transformers 5.24: planned like silu, the model may not be built"
     if asked.engine == "fsdp2" and asked.shard_size > 1:
         trained = arch.split(asked.freeze)[0]
         for cut in uneven(trained, asked.shard_size):

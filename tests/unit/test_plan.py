@@ -402,6 +402,13 @@ def test_a_position_table_that_ends_is_a_refusal(tmp_path: Path) -> None:
         plan.make(config, gpt2, 8, 1)
 
 
+def test_an_activation_that_is_none_is_warned_of_by_its_name_alone(tmp_path: Path) -> None:
+    # GPT-2 does not call it hidden_act.
+    found = arch.from_mapping({"model_type": "gpt2", "activation_function": "gelo"}, "test")
+    (warning,) = plan.make(resolved(tmp_path, "data.seq_len=1024").config, found, 8, 1).warnings
+    assert warning.startswith("'gelo' is no activation")
+
+
 def test_blocks_have_no_scales_of_their_own_beside_a_router_loss(tmp_path: Path) -> None:
     config = resolved(tmp_path, "precision.compute=fp16", "precision.scale.per_block=true").config
 

@@ -87,7 +87,7 @@ def _mean_of_means(run: Run, other: Run | None) -> Iterator[Sign]:
     batch = run.plan.get("batch", {})
     parts = batch.get("accumulation", 1) * batch.get("ranks", 1)
     text = f"the loss of step 1 is {found.mine:.5f}, that of {other.name} {found.other:.5f}, on the same weights and rows; "
-    text += f"rounding explains {found.allowed:.2%}"
+    text += f"rounding explains {100 * found.allowed:.2g}%"
     if parts > 1:
         text += f": as if the means of {parts} micro-batches were averaged, whatever their label tokens"
     yield Sign("mean of means" if parts > 1 else "first loss", text, (LOSS,))

@@ -69,7 +69,7 @@ def _first_loss(a: Run, b: Run) -> Difference | None:
         return None
     text = (
         f"{found.mine:.5f} in {a.name}, {found.other:.5f} in {b.name}: other initial weights, or a loss that is not divided "
-        f"by its window's label tokens (a mean of means); rounding explains {found.allowed:.2%}"
+        f"by its window's label tokens (a mean of means); rounding explains {100 * found.allowed:.2g}%"
     )
     return Difference("model.first_loss", ((a.name, str(found.mine)), (b.name, str(found.other))), text)
 

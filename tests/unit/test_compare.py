@@ -361,7 +361,7 @@ def test_a_constant_schedule_has_no_phases() -> None:
     assert not any(note.kind == "phase" for note in both.notes)
 
 
-def test_c109_the_warm_up_is_left_out_of_all_arms_alike() -> None:
+def test_c109_the_warm_up_is_left_out_of_all_arms_alike(figure: Callable[[str], None]) -> None:
     """Two slow first windows; how many were left out is told."""
     step_s = np.full(150, 0.05)
     slow = step_s.copy()
@@ -373,6 +373,10 @@ def test_c109_the_warm_up_is_left_out_of_all_arms_alike() -> None:
     assert without.pairs[0].speed_all.value == pytest.approx(1.0)
     assert with_it.pairs[0].speed_all is not None
     assert with_it.pairs[0].speed_all.value == pytest.approx(7.5 / 9.5)
+    ratios = [one.pairs[0].speed_all.value for one in (without, with_it)]  # type: ignore[union-attr]
+    figure(
+        f"2 slow updates at its start, else as fast: {ratios[0]:.3f}x with k = {without.warmup}, {ratios[1]:.3f}x with k = 0"
+    )
     assert without.arm("bf16").figures.tokens_per_s == pytest.approx(TOKENS / 0.05)
     assert any("behind step 2 (warm-up of 2 windows, in all arms alike)" in line for line in bases(without))
 

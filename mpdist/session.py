@@ -284,7 +284,8 @@ class Session:
         scaled = self.parts.facts["scale"]["mode"] != "off"
         self.watch_scale(decision)
         if self.first:
-            fallen = window.blocks.fallen() if window.blocks is not None else []
+            blocks = window.blocks if decision.reason is Reason.GRADIENTS else None
+            fallen = blocks.fallen() if blocks is not None else []
             kept = decision.retry or decision.exhausted or decision.reason is Reason.NO_LABELS
             lost = 0 if kept else batch.rows
             more: dict[str, Any] = {k: v for k, v in (("blocks", fallen[:_NAMED]), ("passed_over", lost)) if v}

@@ -17,8 +17,10 @@ from mpdist.block_scale import BlockScale, judge, power_of_two
 from mpdist.config import load
 from mpdist.diagnose import Ration
 from mpdist.errors import UsageError
+from mpdist.feed import Batch
 from mpdist.optim import square_sum
 from mpdist.precision import Verdict, Window
+from mpdist.session import Session
 from mpdist.shard import Part
 
 DEPTH, WIDTH, ROWS = 24, 32, 64
@@ -263,3 +265,21 @@ def test_a_window_keeps_its_scale_where_blocks_fall_and_its_state_holds_theirs()
     assert window.state() == state
     window.load({key: value for key, value in state.items() if key != "blocks"})  # of a run without
     assert window.state() == state
+
+
+def test_a_window_that_was_not_computed_tells_of_no_blocks() -> None:
+    """Scales that fell behind the window before it, which was applied, are no cause of its skip."""
+    made = Deep(4.0)
+    scales = attach(made, made.layers)
+    window = Window(dynamic=True, scale=8.0, blocks=scales)
+    scales.begin()
+    scales.load([-4] * DEPTH)  # what that window's close has come to
+    told: list[dict[str, Any]] = []
+    session: Any = SimpleNamespace(
+        parts=SimpleNamespace(window=window, facts={"scale": {"mode": "dynamic"}}), first=True,
+        run=SimpleNamespace(event=lambda *_, **more: told.append(more)), watch_scale=lambda _: None, say=str, warn=str,
+    )  # fmt: skip
+    outcome: Any = SimpleNamespace(decision=window.close_empty(), loss=math.nan)
+    Session.skipped(session, outcome, Batch(0, [], 0, 8, 8, 2), lambda *_: (torch.zeros(()), torch.zeros(())))
+    assert told[0]["reason"] == "no label token"
+    assert "blocks" not in told[0]

@@ -224,7 +224,7 @@ def _cure(cause: Cause, attempt: Attempt, lower: bool | None) -> str:
         if sight is not None and cause.kind != "weight" and sight.dtype == "float16":
             text += f". In fp16 that is an overflow past 65504: {_wider(sight, attempt.policy)}"
         return text
-    if lower is None and attempt.decision.blocks:
+    if not lower and attempt.decision.blocks:  # whatever was tried was tried at the blocks' scales of before
         return "the scale of the block where they arise has fallen, which may cure it"
     if lower is None:
         used = "it is at its lowest" if attempt.decision.scale != 1.0 else "there is none below 1"

@@ -194,6 +194,14 @@ def test_the_earliest_sight_of_all_ranks_is_the_cause() -> None:
     assert report.sentence.endswith("a lower loss scale cures it: at 1 the same window is finite")
 
 
+@pytest.mark.parametrize("cured", [None, False])
+def test_where_a_blocks_scale_has_fallen_no_cure_is_denied(cured: bool | None) -> None:
+    fell = replace(attempt(Reason.GRADIENTS).decision, scale_after=8.0, blocks=True)
+    ranks = [replace(GOOD, sights=[replace(SIGHT, stage="backward")])]
+    report = told(ranks, cured=cured, decision=fell)
+    assert report.sentence.endswith("the scale of the block where they arise has fallen, which may cure it")
+
+
 def test_what_no_hook_sees_is_told_from_the_gradients() -> None:
     bad = [("w", (1, 2))]
     report = told([GOOD, replace(GOOD, gradients=bad, again=bad)], cured=False)

@@ -68,7 +68,7 @@ def repair(path: Path) -> bytes | None:
     keep = data.rfind(b"\n") + 1
     while keep:
         before = data.rfind(b"\n", 0, keep - 1) + 1
-        if _is_object(data[before:keep]):
+        if _object(data[before:keep]) is not None:
             break
         keep = before
     if keep == len(data):
@@ -77,11 +77,12 @@ def repair(path: Path) -> bytes | None:
     return data[keep:]
 
 
-def _is_object(line: bytes) -> bool:
+def _object(text: bytes) -> dict[str, Any] | None:
     try:
-        return isinstance(json.loads(line), dict)
+        value = json.loads(text)
     except (ValueError, RecursionError):
-        return False
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def read_lines(path: str | Path, check: Callable[[dict[str, Any], str], None] | None = None) -> list[dict[str, Any]]:
@@ -96,11 +97,12 @@ def read_lines(path: str | Path, check: Callable[[dict[str, Any], str], None] | 
         raise UsageError(f"{path} cannot be read: {error.strerror}", do="check that a run was started there") from error
     rows = []
     for number, line in enumerate(data[: data.rfind(b"\n") + 1].splitlines(), 1):
-        if not _is_object(line):
+        row = _object(line)
+        if row is None:
             raise UsageError(f"{path}:{number}: not a JSON object", "only the last line of a history may be torn")
-        rows.append(json.loads(line))
         if check is not None:
-            check(rows[-1], f"{path}:{number}")
+            check(row, f"{path}:{number}")
+        rows.append(row)
     return rows
 
 
@@ -153,10 +155,9 @@ def sync_folder(path: Path) -> None:
 def read_json(path: Path) -> dict[str, Any] | None:
     """A JSON object from a file; None if it is missing or is none."""
     try:
-        value = json.loads(path.read_bytes())
-    except (FileNotFoundError, ValueError, RecursionError):
+        return _object(path.read_bytes())
+    except FileNotFoundError:
         return None
-    return value if isinstance(value, dict) else None
 
 
 def plain(value: Any) -> Any:

@@ -103,5 +103,6 @@ tr { break-inside: avoid; }
   section + section.apart { margin-top: 0; break-before: page; }
   section:not(.apart) { break-inside: avoid; }
   h2 { break-after: avoid; }
+  .dense th, .dense td { padding-top: 3px; padding-bottom: 3px; line-height: 1.3; }
 }
 """

@@ -7,6 +7,7 @@ grey and any eye tell them apart.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from html import escape
 
 from mpdist import paper
@@ -122,10 +123,15 @@ def _tables(found: Comparison) -> list[str]:
         ("At matched seconds", text.seconds(found), False), ("To reach a loss", text.to_loss(found), False),
     )  # fmt: skip
     return [
-        paper.section(title, "\n".join(map(_table, _abreast(one) if apart else [one])), apart)
+        paper.section(title, "\n".join(map(_table, _abreast(one) if apart else [_of_arms(one)])), apart)
         for title, one, apart in named
         if one.rows
     ]
+
+
+def _of_arms(one: text.Table) -> text.Table:
+    """What heads the first column in the terminal is the section's title here."""
+    return replace(one, head=["arm", *one.head[1:]])
 
 
 def _abreast(one: text.Table) -> list[text.Table]:
@@ -147,7 +153,7 @@ def _table(one: text.Table) -> str:
     body = [[cell(value) for value in row] for row in one.rows]
     note = f'<p class="note">{escape(one.note)}</p>' if one.note else ""
     made = paper.table([escape(name) for name in one.head], [body], range(1, len(one.head)))
-    return (f'<div class="dense">{made}</div>' if len(one.head) > 3 else made) + note
+    return (f'<div class="dense">{made}</div>' if len(one.head) > 2 else made) + note
 
 
 def _guide(found: Comparison) -> str:

@@ -101,16 +101,21 @@ def residual(found: Comparison, pair: Pair) -> str:
             top, bottom = (min(max(frame.y(edge), TOP), TOP + frame.height) for edge in (gap.high, gap.low))
             frame.canvas.line(frame.x(step), top, frame.x(step), bottom, pen.colour, stroke_width=1.6)
         frame.mark(pen, step, gap.value, f"step {step:,}: {within(gap)}")
-    _say_residual(found, pair, frame, pen, curve.steps, bool(gaps), bool(intervals))
+    edges = [edge for _, *both in intervals for edge in both]
+    edges += [edge for _, gap in gaps for edge in (gap.low, gap.high) if edge is not None]
+    cut = any(not frame.ys[0] <= edge <= frame.ys[1] for edge in edges)
+    _say_residual(found, pair, frame, pen, curve.steps, bool(gaps), bool(intervals), cut)
     return str(frame.canvas)
 
 
 def _say_residual(
-    found: Comparison, pair: Pair, frame: Frame, pen: Pen, steps: int, evaluated: bool, known: bool
+    found: Comparison, pair: Pair, frame: Frame, pen: Pen, steps: int, evaluated: bool, known: bool, cut: bool
 ) -> None:
     told = []
     if pair.judged is not None and pair.loss_gap is not None:
-        told.append(f"{'evaluation' if evaluated else 'training'} gap {within(pair.loss_gap)} at {pair.judged.step:,}")
+        told.append(
+            f"{'evaluation' if evaluated else 'training'} gap {within(pair.loss_gap)} at step {pair.judged.step:,}"
+        )
     if pair.drift is not None:
         told.append(f"drift {within(pair.drift.slope)} in 1,000 steps")
     frame.key(pen, pair.arm, *told)
@@ -121,7 +126,8 @@ def _say_residual(
         None,
         "",
         f"{line}; {bands}."
-        + (" Marks: evaluations" * evaluated + f", with their {level} interval" * (evaluated and known)),
+        + (" Marks: evaluations" * evaluated + f", with their {level} interval" * (evaluated and known))
+        + ". Intervals that reach the frame go beyond it" * cut,
     )
 
 

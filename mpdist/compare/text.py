@@ -95,8 +95,10 @@ def _attempts(arm: Arm) -> str:
     return _count(counts[0]) if len(counts) == 1 else f"{arm.figures.attempts:,.1f} ({counts[0]:,} to {counts[-1]:,})"
 
 
-def _skips(figures: Figures) -> str:
-    return ", ".join(f"{count} {reason}" for reason, count in figures.skipped.items()) or "0"
+def _skips(arm: Arm) -> str:
+    """A count over all runs, where other rows are means."""
+    told = ", ".join(f"{count} {reason}" for reason, count in arm.figures.skipped.items())
+    return told + f" in {len(arm.runs)} runs" * (len(arm.runs) > 1) if told else "0"
 
 
 def _formats(arm: Arm) -> str:
@@ -119,7 +121,7 @@ _ROWS: tuple[tuple[str, Callable[[Arm], str]], ...] = (
     ("moments, gradients, buffers", lambda a: _others(a.figures)),
     ("steps", lambda a: _count(a.figures.steps)),
     ("attempts", _attempts),
-    ("skipped", lambda a: _skips(a.figures)),
+    ("skipped", _skips),
     ("final scale", lambda a: _maybe(lambda v: f"{v:g}", a.figures.final_scale)),
     ("label tokens", lambda a: _count(a.figures.label_tokens)),
     ("training loss", lambda a: f"{a.figures.train_loss:.4f}"),
@@ -181,6 +183,7 @@ def _two(values: tuple[float, float] | None, form: Callable[[float], str]) -> st
     return NOTHING if values is None else f"{form(values[0])} | {form(values[1])}"
 
 
+_WHOSE = "left of |: the arm, right of it: the reference"
 _SHOWN = 6  # lines of a pair's matched steps
 
 
@@ -205,7 +208,7 @@ def steps(found: Comparison) -> Table:
             ]
             rows.append([pair.arm, *counts, *losses])
     head = "at matched steps, step, attempts, label tokens, evaluation loss, gap, perplexity ratio, training gap (last tenth)"
-    return Table(head.split(", "), rows)
+    return Table(head.split(", "), rows, _WHOSE)
 
 
 def _loss(value: float) -> str:
@@ -222,7 +225,9 @@ def seconds(found: Comparison) -> Table:
     return Table(
         head.split(", "),
         rows,
-        "the loss at a second is on the straight line between the evaluations before and after it",
+        f"{_WHOSE}; the loss at a second is on the straight line between the evaluations before and after it"
+        + "; !: their schedules are not at the same point"
+        * any(not at.same_phase for p in found.pairs for at in p.matched_seconds),
     )
 
 

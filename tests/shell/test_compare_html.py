@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -37,12 +38,17 @@ PAGES = {"usual": lambda: html.page(compared_arms(gate=["loss_gap<=1%"])), "crow
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_no_text_is_cut_off_or_lies_over_another_and_the_figures_are_there(tmp_path: Path, name: str) -> None:
+def test_no_text_is_cut_off_or_lies_over_another_and_the_figures_are_there(
+    tmp_path: Path, name: str, figure: Callable[[str], None]
+) -> None:
     shown = PAGES[name]().replace('Arial, "Liberation Sans", Helvetica, "DejaVu Sans"', '"DejaVu Sans", Verdana')
     found = looked_at(tmp_path, shown, 1084)  # what A4 leaves, and the page's margins
     assert (found["cut"], found["over"]) == ([], [])
     assert found["wide"] <= 1084
-    assert found["drawings"] == shown.count("<figure") - shown.count('<figure id="scale"><p>')
+    drawn = shown.count("<figure") - shown.count('<figure id="scale"><p>')
+    assert found["drawings"] == drawn
+    figure(f"{name}: {found['drawings']} drawings of {drawn}, {found['texts']} texts in them; {len(found['cut'])} cut off, "
+           f"{len(found['over'])} over another; {found['wide']} of 1084 pixels wide")  # fmt: skip
 
 
 def asked_for(tmp_path: Path, shown: str) -> tuple[str, str, list[str]]:
@@ -57,22 +63,32 @@ def asked_for(tmp_path: Path, shown: str) -> tuple[str, str, list[str]]:
     )
 
 
-def test_the_page_is_quiet_and_asks_for_nothing(tmp_path: Path) -> None:
+def test_the_page_is_quiet_and_asks_for_nothing(tmp_path: Path, figure: Callable[[str], None]) -> None:
     shown = PAGES["usual"]()
     dom, complaints, asked = asked_for(tmp_path, shown)
     assert (complaints, asked) == ("", [])
-    for name in html.FIGURES:
-        assert f'id="{name}"' in dom
-    # The control: without the policy, what a page asks for is seen.
+    wanted = [*html.FIGURES, *(f"residual-{arm}" for arm in ("bf16", "fp16", "fp32-control"))]
+    drawn = [name for name in wanted if re.search(f'<figure id="{name}">(?:(?!</figure>).)*<svg', dom, re.DOTALL)]
+    assert drawn == wanted
+    figure(f"console errors: {len(complaints.splitlines())}; requests: {len(asked)}; figures: {len(drawn)} of {len(wanted)}: "
+           + ", ".join(drawn))  # fmt: skip
+    # The control: without the policy, what a page asks for is seen, and what it complains of.
     free = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", shown)
     free = free.replace("</main>", '<img src="http://127.0.0.1:9/x.png"></main>')
-    assert "http://127.0.0.1:9/x.png" in asked_for(tmp_path, free)[2]
+    free = free.replace("</main>", '<script>console.error("a complaint")</script></main>')
+    _, complaints, asked = asked_for(tmp_path, free)
+    assert "http://127.0.0.1:9/x.png" in asked
+    assert "a complaint" in complaints
+    figure(
+        f"the control, a page that asks and complains: console errors: {len(complaints.splitlines())}; requests: {len(asked)}"
+    )
 
 
-def test_on_paper_it_is_whole_and_a_screen_shows_it(tmp_path: Path) -> None:
+def test_on_paper_it_is_whole_and_a_screen_shows_it(tmp_path: Path, figure: Callable[[str], None]) -> None:
     pdf, png = tmp_path / "page.pdf", tmp_path / "page.png"
     chromium(tmp_path, PAGES["usual"](), "--no-pdf-header-footer", f"--print-to-pdf={pdf}")
     pages = len(re.findall(rb"/Type /Page\b", pdf.read_bytes()))
     assert 6 <= pages <= 11, pages
     chromium(tmp_path, PAGES["usual"](), f"--screenshot={png}", "--window-size=1130,1600")
     assert len(png.read_bytes()) > 100_000, "an empty page is a few kilobytes"
+    figure(f"{pages} pages of A4, {len(png.read_bytes()):,} bytes of screenshot at 1130 x 1600")

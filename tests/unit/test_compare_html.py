@@ -47,6 +47,23 @@ def test_the_page_says_what_the_terminal_says(page: str) -> None:
     assert missing <= headings, missing
 
 
+def test_what_a_cell_needs_to_be_read_stands_by_it(page: str) -> None:
+    """Whose value is on which side, what a mark means, what is a count among means, what is cut off."""
+    shown = " ".join(unescape(re.sub(r"<[^>]+>", " ", page)).split())
+    assert shown.count("left of |: the arm, right of it: the reference") == 2
+    assert "!: their schedules are not at the same point" in shown
+    assert "9 non-finite gradients in 3 runs" in shown
+    assert shown.count("Intervals that reach the frame go beyond it") == 3
+    alike = [
+        Made(f"{name}-seed{seed}", seed, settings=own)
+        for seed in (0, 1)
+        for name, own in (("fp32", ()), ("bf16", BF16))
+    ]
+    plain = html.page(analyse([one.run() for one in alike], None))
+    assert "their schedules" not in plain
+    assert "go beyond it" not in plain
+
+
 def test_nothing_is_fetched_and_nothing_runs(page: str) -> None:
     assert not re.search(r"https?:|src=|href=|@import|<script|url\((?!#in-)", page)
     assert "default-src 'none'" in page

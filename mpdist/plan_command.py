@@ -91,7 +91,7 @@ def run(
     if as_json:
         print(json.dumps(plan.to_json(), indent=2))
     if memory_bytes is not None and plan.foreseen is None:
-        raise _no_verdict("--memory" if gpu is None else "--memory or --gpu", memory_bytes, shape)
+        raise _no_verdict(memory_bytes, shape)
     return DoesNotFit.status if plan.fits is False else 0
 
 
@@ -106,10 +106,10 @@ def _card(gpu: str | None, memory_bytes: int | None) -> tuple[Device | None, str
     return device, said if memory_bytes is None else ""
 
 
-def _no_verdict(asks: str, memory_bytes: int, shape: Arch | Unknown) -> UsageError:
+def _no_verdict(memory_bytes: int, shape: Arch | Unknown) -> UsageError:
     why = shape.reason if isinstance(shape, Unknown) else "the model's shape is unknown"
-    do = "add --simulate, which plays the model itself with torch, or leave the memory out"
-    return UsageError(f"no verdict on {asks} {format_bytes(memory_bytes)}: bytes are not known by formula", why, do)
+    do = "add --simulate, which plays the model itself with torch, or leave --memory and --gpu out"
+    return UsageError(f"no verdict on {format_bytes(memory_bytes)} a rank: bytes are not known by formula", why, do)
 
 
 def _simulated(plan: Plan, cfg: Config, every_layer: bool) -> Plan:

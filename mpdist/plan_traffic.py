@@ -221,7 +221,7 @@ def _gather_row(asked: Asked, shard: Levels, total: int, times: int, how: str, e
     between = sent // shard.inner if shard.outer > 1 else 0
     payload = total // shard.size
     once = (payload, 0, sent, 0) if shard.outer == 1 else (0, payload, sent - between, between)
-    padded = ", padding with them" if total > elements * bytes_of(asked.compute) and not asked.keep_fp32 else ""
+    padded = ", padding included" if total > elements * bytes_of(asked.compute) and not asked.keep_fp32 else ""
     text = f"(n-1)/n x {total} B{padded}: {how}, {_often(times)}"
     named = _Collective("parameters", "all-gather", asked.compute, "gather", elements, bytes_of(asked.compute), text,
                         "NCCL's or gloo's all-gather, a ring over all ranks")  # fmt: skip

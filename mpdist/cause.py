@@ -33,7 +33,7 @@ class Report:
     @property
     def place(self) -> tuple[Any, ...]:
         """What makes it the same finding as another one, whatever its numbers are."""
-        keys = ("kind", "module", "tensor", "parameter", "lower_scale", "rows")
+        keys = ("kind", "module", "tensor", "parameter", "lower_scale", "rows", "same_loss")
         return (self.rank, *(repr(self.facts.get(key)) for key in keys))
 
 

@@ -202,6 +202,16 @@ def test_where_a_blocks_scale_has_fallen_no_cure_is_denied(cured: bool | None) -
     assert report.sentence.endswith("the scale of the block where they arise has fallen, which may cure it")
 
 
+def test_a_cause_that_comes_again_is_said_once_unless_its_loss_has_other_bits() -> None:
+    said: list[str] = []
+    once = cause.Once(said.append)
+    ranks = [replace(GOOD, sights=[replace(SIGHT, stage="backward")])]
+    for number, same in ((1, True), (2, True), (3, False)):
+        once(told([replace(one, same=same) for one in ranks]), number)
+    assert said[1] == "the cause is that of attempt 1"
+    assert "suspect hardware" in said[2]
+
+
 def test_what_no_hook_sees_is_told_from_the_gradients() -> None:
     bad = [("w", (1, 2))]
     report = told([GOOD, replace(GOOD, gradients=bad, again=bad)], cured=False)

@@ -10,11 +10,11 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,16 @@ ACTIVATIONS = frozenset((
     *("hardswish", "laplace", "leaky_relu", "linear", "mish", "quick_gelu", "relu", "relu2", "relu6", "sigmoid", "silu"),
     *("sqrtsoftplus", "swish", "tanh", "prelu", "xielu"),
 ))  # fmt: skip
+
+# What positions and windows are made of: whether a value can be meant, and what it is.
+_POSITIONS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "rope_theta": (lambda v: isinstance(v, int | float) and 0 < v < inf, "The frequencies are its powers: it is a number above 0."),
+    **dict.fromkeys(("partial_rotary_factor", "rotary_pct"), (
+        lambda v: isinstance(v, int | float) and 0 < v <= 1, "It is a share of a head: above 0, at most 1.",
+    )),
+    "max_window_layers": (lambda v: isinstance(v, int) and v >= 0, "It counts blocks: a whole number from 0."),
+    "sliding_window_pattern": (lambda v: isinstance(v, int) and v > 0, "Each so many blocks one sees all: a whole number from 1."),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -199,13 +209,21 @@ class _Reader:
             raise self.wrong(name, "A probability is between 0 and 1.", value)
         return float(value)
 
-    def rotary(self) -> None:
-        """Raises UsageError for a base of rotary frequencies that none can have."""
+    def layerwise(self, layers: int) -> None:
+        """Raises UsageError for what no positions and no kinds of layers can have. Fields that are not given pass."""
         kinds = self.given.get("rope_parameters")
         held = [self.given, *([kinds, *kinds.values()] if isinstance(kinds, Mapping) else [])]
-        for theta in (one.get("rope_theta") for one in held if isinstance(one, Mapping)):
-            if theta is not None and (isinstance(theta, bool) or not isinstance(theta, int | float) or theta <= 0):
-                raise self.wrong("rope_theta", "The frequencies are its powers: it is a number above 0.", theta)
+        for name, (fits, why) in _POSITIONS.items():
+            for value in (one.get(name) for one in held if isinstance(one, Mapping)):
+                if value is not None and (isinstance(value, bool) or not fits(value)):
+                    raise self.wrong(name, why, value)
+        for name in ("layer_types", "mlp_only_layers"):
+            value = self.given.get(name)
+            if value is not None and not isinstance(value, list | tuple):
+                raise self.wrong(name, "It is a list.", value)
+        types = self.given.get("layer_types")
+        if types and len(types) != layers:
+            raise self.wrong("layer_types", f"There is one for each block, and num_hidden_layers = {layers}.", types)
 
     def flag(self, field: str) -> bool:
         value = self.values.get(field, False)
@@ -231,7 +249,7 @@ def _read(kind: str, r: _Reader) -> Shape:
     chosen = r.integer("num_experts_per_tok") if experts else 0
     if chosen > experts:
         raise r.wrong("num_experts_per_tok", f"There are {experts} experts to choose from.")
-    r.rotary()
+    r.layerwise(layers)
     return Shape(
         type=kind,
         hidden=hidden,

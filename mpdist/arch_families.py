@@ -234,11 +234,11 @@ def attends(config: Mapping[str, Any], s: Shape) -> tuple[int, ...]:
     if kinds:
         return tuple(window if "sliding" in str(kind) else 0 for kind in kinds[: s.layers])
     if s.type == "gemma3_text":
-        pattern = config.get("sliding_window_pattern", 6)
+        pattern = config.get("sliding_window_pattern") or 6
         return tuple(window if (i + 1) % pattern else 0 for i in range(s.layers))
     if s.type == "gemma2":
         return tuple(window if (i + 1) % 2 else 0 for i in range(s.layers))
-    first = config.get("max_window_layers", 28)
+    first = 28 if config.get("max_window_layers") is None else config["max_window_layers"]
     if s.type == "qwen2_moe":
         return tuple(window if i % 2 == 0 and i < first else 0 for i in range(s.layers))
     if s.type in ("qwen2", "qwen3"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,14 @@ def test_an_unknown_type_is_no_error() -> None:
         ({"intermediate_size": 0}, "intermediate_size"),
         ({"num_hidden_layers": 10**8}, "num_hidden_layers"),
         ({"rope_theta": 0}, "rope_theta"),
+        ({"rope_theta": math.nan}, "rope_theta"),
+        ({"partial_rotary_factor": "half"}, "partial_rotary_factor"),
+        ({"rope_parameters": {"partial_rotary_factor": 2}}, "partial_rotary_factor"),
+        ({"layer_types": 3}, "layer_types"),
+        ({"layer_types": ["full_attention"] * 9}, "layer_types"),
+        ({"model_type": "qwen2", "max_window_layers": "all"}, "max_window_layers"),
+        ({"model_type": "gemma3_text", "sliding_window_pattern": 0}, "sliding_window_pattern"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": 1}, "mlp_only_layers"),
         ({"rope_parameters": {"full_attention": {"rope_theta": -1.0}}}, "rope_theta"),
         ({"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 9}, "num_experts_per_tok"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantization_config"),

@@ -44,12 +44,17 @@ AWKWARD_NAME = "a 'b' \"q\" $c `id` & 模"
 
 @dataclass
 class Seen:
-    """folder: the scene's. job: its last. ends: a job's state, exit code and step, after each of its stops."""
+    """folder: the scene's. job: its last. ends: a job's state, exit code and step, after each of its stops.
+
+    known: what scontrol said of the job, after each of its stops. queue: squeue's lines when the last job had ended.
+    """
 
     folder: Path
     job: str = ""
     ends: list[tuple[str, str, int]] = field(default_factory=list)
     status: list[dict[str, Any]] = field(default_factory=list)
+    known: list[dict[str, str]] = field(default_factory=list)
+    queue: list[str] = field(default_factory=list)
     output: str = ""
     seconds: float = 0.0
     left: list[str] = field(default_factory=list)
@@ -72,16 +77,43 @@ class Seen:
     def stops(self) -> list[str]:
         return [event["reason"] for event in self.result.events("stop")]
 
+    @property
+    def loads(self) -> list[int]:
+        """The steps whose checkpoints were gone on from."""
+        return [event["step"] for event in self.result.events("load")]
+
+    @property
+    def env(self) -> dict[str, Any]:
+        """What its first session recorded of where it ran."""
+        return read_json(self.run / "sessions" / "0001" / "env.json") or {}
+
+    @property
+    def queued(self) -> list[str]:
+        """squeue's lines of the last job after its end."""
+        return [line for line in self.queue if line.split()[0] == self.job]
+
+    def story(self, undisturbed: Seen) -> str:
+        """How often it started, from where, and how much of it is equal to the undisturbed run."""
+        starts, status = self.result.events("start"), self.result.state()
+        same = [f"{n} of {of} {what}" for what, (n, of) in submitted.compared(self.folder, undisturbed.folder).items()]
+        return (
+            f"{len(starts)} starts ({', '.join(event['reason'] for event in starts)}), resumed from step "
+            f"{', '.join(map(str, self.loads))}; equal bit for bit to the undisturbed run's: {', '.join(same)}; "
+            f"final status: {status['state']} at step {status['step']}, job {self.ends[-1][0]}"
+        )
+
     def look(self, cluster: Cluster, job: str) -> None:
         """After a stop: how the job and the run stand."""
         known, status = cluster.job(job), read_json(self.run / "status.json") or {}
         self.job = job
+        self.known.append(known)
         self.ends.append((known["JobState"], known["ExitCode"], status.get("step", 0)))
         self.status.append(status)
 
     def close(self, cluster: Cluster, job: str) -> Seen:
         """After the end of the last job."""
         self.look(cluster, job)
+        self.queue = cluster.queue()
         self.left = cluster.left_by(job)
         self.output = cluster.output(job)
         return self
@@ -287,14 +319,15 @@ def examined(cluster: Cluster, folder: Path) -> Seen:
 
 
 def of_the_readme(cluster: Cluster, folder: Path) -> Seen:
-    """Its first job as it stands there, but for its length, from a folder that has only the package's configurations."""
+    """Its first job, but for its length and a row for each step, from a folder that has only the package's configurations."""
     lines = (submitted.TOP / "README.md").read_text().partition("## Slurm")[2].splitlines()
     line = next(line for line in lines if line.startswith("mpdist submit") and "--dry-run" not in line)
     words = [str(submitted.TOP / word) if word.startswith("configs/") else word for word in shlex.split(line)]
-    said = cluster.call(*words, "budget.steps=5", "optim.warmup=0", cwd=folder, timeout=LONG_S)
+    short = ("budget.steps=5", "optim.warmup=0", "track.every=1")
+    said = cluster.call(*words, *short, cwd=folder, timeout=LONG_S)
     job = said.split()[2].rstrip(":")
     cluster.wait(job, "COMPLETED", timeout=LONG_S)
-    return Seen(folder, job, said=said)
+    return Seen(folder, said=said, name="demo-pretrain").close(cluster, job)
 
 
 SCENES: dict[str, Callable[[Cluster, Path], Seen]] = {

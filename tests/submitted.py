@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -61,9 +62,26 @@ def until_step(cluster: Cluster, job: str, run: Path, step: int, timeout: float 
 
 def differences(one: Path, other: Path) -> list[str]:
     """In which rows and weights two runs' results differ, but for clocks; [] where all bits are the same."""
+    return [what for what, (same, of) in compared(one, other).items() if same != of]
+
+
+def compared(one: Path, other: Path) -> dict[str, tuple[int, int]]:
+    """What of two runs' results has the same bits, and of how much, but for clocks."""
     a, b = result(one), result(other)
-    found = [f"{kind} rows" for kind in ("train", "eval") if tiny.timeless(a.rows(kind)) != tiny.timeless(b.rows(kind))]
+    found = {}
+    for kind in ("train", "eval"):
+        rows = [[json.dumps(row, sort_keys=True) for row in tiny.timeless(run.rows(kind))] for run in (a, b)]
+        if kind == "train" or any(rows):
+            assert any(rows), f"no {kind} rows to compare"
+            found[f"{kind} rows"] = (sum(x == y for x, y in zip(*rows, strict=False)), max(map(len, rows)))
     for prefix in ("model.", "exp_avg.", "exp_avg_sq."):
-        if not tiny.same(a.weights(prefix=prefix), b.weights(prefix=prefix)):
-            found.append(prefix)
+        mine, theirs = a.weights(prefix=prefix), b.weights(prefix=prefix)
+        names = mine.keys() | theirs.keys()
+        assert names, f"no tensors {prefix}* to compare"
+        same = (name for name in mine.keys() & theirs.keys() if _bits(mine[name]) == _bits(theirs[name]))
+        found[f"tensors {prefix}*"] = (len(list(same)), len(names))
     return found
+
+
+def _bits(tensor: Any) -> tuple[str, bytes]:
+    return f"{tensor.dtype} {tuple(tensor.shape)}", tensor.numpy().tobytes()

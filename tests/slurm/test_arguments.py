@@ -6,15 +6,19 @@ import json
 import random
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import submitted
 from cluster import Cluster
+from host_lists import FORMS
 from slurm_scenes import AWKWARD
 
 from mpdist import slurm
 from mpdist.lines import read_json
+
+Figure = Callable[[str], None]
 
 
 def test_a_dry_run_prints_the_list_and_the_script_and_submits_nothing(cluster: Cluster, tmp_path: Path) -> None:
@@ -82,17 +86,22 @@ def fake_mpdist(folder: Path) -> str:
     return str(folder / "bin")
 
 
-def test_awkward_arguments_arrive_unchanged(cluster: Cluster, tmp_path: Path) -> None:
+def arrived(figure: Figure, whose: str, found: list[str], given: list[str]) -> None:
+    assert found == given
+    figure(f"{whose}: {sum(a == b for a, b in zip(found, given, strict=True))} of {len(given)} arguments equal")
+
+
+def test_awkward_arguments_arrive_unchanged(cluster: Cluster, tmp_path: Path, figure: Figure) -> None:
     env = cluster.env()
     path = f"{fake_mpdist(tmp_path)}:{env['PATH']}"
     job = cluster.sbatch("--nodes=2", str(submitted.SCRIPT), *AWKWARD, cwd=tmp_path, PATH=path)
     cluster.wait(job, "COMPLETED")
-    for name in ("launch0", "launch1"):
-        assert json.loads((tmp_path / name).read_text()) == AWKWARD
+    for rank in (0, 1):
+        arrived(figure, f"sbatch, launcher {rank}", json.loads((tmp_path / f"launch{rank}").read_text()), AWKWARD)
     assert json.loads((tmp_path / "requeue0").read_text()) == ["--step-status", "0", *AWKWARD]
 
 
-def test_awkward_arguments_of_submit_arrive_unchanged(cluster: Cluster, tmp_path: Path) -> None:
+def test_awkward_arguments_of_submit_arrive_unchanged(cluster: Cluster, tmp_path: Path, figure: Figure) -> None:
     """From the command line through sbatch and srun into the arguments of the launcher, each as it was given."""
     folder = tmp_path / "it's 模型 $HOME %j"
     folder.mkdir()
@@ -103,7 +112,9 @@ def test_awkward_arguments_of_submit_arrive_unchanged(cluster: Cluster, tmp_path
     done = cluster.call(*command, cwd=tmp_path, PATH=site)
     job = done.split()[2].rstrip(":")
     cluster.wait(job, "COMPLETED")
-    assert json.loads((tmp_path / "launch0").read_text()) == [str(path), *said, "launch.nodes=1"]
+    found = json.loads((tmp_path / "launch0").read_text())
+    assert (found[0], found[-1]) == (str(path), "launch.nodes=1")
+    arrived(figure, "mpdist submit, launcher", found[1:-1], said)
     log = folder / "runs" / "a 'b' $c %d 模" / "slurm" / f"{job}.log"
     assert log.exists(), list(folder.rglob("*.log"))
 
@@ -126,7 +137,7 @@ def test_an_array_gives_each_task_a_seed_and_a_log_in_its_run(cluster: Cluster, 
         assert (read_json(tmp_path / "runs" / f"run-seed{seed}" / "slurm/0001/submission.json") or {})["job"] == job
 
 
-def test_host_lists_are_read_as_scontrol_does(cluster: Cluster) -> None:
+def test_host_lists_are_read_as_scontrol_does(cluster: Cluster, figure: Figure) -> None:
     draw = random.Random(7)
 
     def number() -> str:
@@ -143,16 +154,25 @@ def test_host_lists_are_read_as_scontrol_does(cluster: Cluster) -> None:
             )
         return text
 
-    compared = 0
-    for _ in range(120):
-        text = draw.choice((",", ", ", ",,")).join(item() for _ in range(draw.randint(1, 3)))
-        said = subprocess.run(
-            ["scontrol", "show", "hostnames", text], env=cluster.env(), capture_output=True, text=True, check=False
+    drawn = [draw.choice((",", ", ", ",,")).join(item() for _ in range(draw.randint(1, 3))) for _ in range(120)]
+    for whose, texts, least in (("forms", [text for text, _ in FORMS if text], 8), ("drawn by chance", drawn, 26)):
+        read = {text: hostnames(cluster, text) for text in texts}
+        compared = {text: names for text, names in read.items() if names is not None}
+        equal = [text for text, names in compared.items() if slurm.hosts(text) == names]
+        assert equal == list(compared)
+        assert len(equal) >= least
+        figure(
+            f"host lists, {whose}: {len(read)}; {len(compared)} that this scontrol reads, of which {len(equal)} are read "
+            f"alike ({sum(map(len, compared.values()))} names)"
         )
-        if "Invalid" not in said.stderr:  # it takes no text after the last bracket, which later versions write
-            compared += 1
-            assert slurm.hosts(text) == said.stdout.split("\n")[:-1], text
-    assert compared > 25
+
+
+def hostnames(cluster: Cluster, text: str) -> list[str] | None:
+    """As scontrol reads a list. This one takes no text after the last bracket, which later versions write: None."""
+    said = subprocess.run(
+        ["scontrol", "show", "hostnames", text], env=cluster.env(), capture_output=True, text=True, check=False
+    )
+    return None if "Invalid" in said.stderr else said.stdout.split("\n")[:-1]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from mpdist.clock import LABELS, Clock, Rate
@@ -237,7 +239,7 @@ def test_c106_a_session_rate_counts_this_session_alone() -> None:
     assert second.metrics()["time/train_s"] == 15, "totals are kept apart"
 
 
-def test_c109_warm_up_is_left_out_of_the_rate() -> None:
+def test_c109_warm_up_is_left_out_of_the_rate(figure: Callable[[str], None]) -> None:
     def measure(warmup: int, slow: int) -> float:
         hands = Hands()
         clock = hands.clock()
@@ -253,6 +255,8 @@ def test_c109_warm_up_is_left_out_of_the_rate() -> None:
 
     assert measure(warmup=2, slow=2) == pytest.approx(measure(warmup=2, slow=0))
     assert measure(warmup=0, slow=2) < 0.5 * measure(warmup=0, slow=0)
+    for k in (2, 0):
+        figure(f"k = {k}: {measure(k, slow=2):,.0f} tokens/s with 2 updates slowed by 1 s each, {measure(k, slow=0):,.0f} without")
 
 
 def test_a_rate_needs_a_span() -> None:
@@ -271,7 +275,7 @@ def test_a_rate_needs_a_span() -> None:
     assert rate.mark(4, 60) is None, "the same moment twice is no span"
 
 
-def test_c110_evaluation_saving_and_data_are_not_training_time() -> None:
+def test_c110_evaluation_saving_and_data_are_not_training_time(figure: Callable[[str], None]) -> None:
     def run(stall: float) -> dict[str, float]:
         hands = Hands()
         clock = hands.clock()
@@ -289,3 +293,5 @@ def test_c110_evaluation_saving_and_data_are_not_training_time() -> None:
     assert slow["eval"] == 4
     assert slow["save"] == 4
     assert slow["data"] == 8
+    for name, table in (("stalls of 2 s", slow), ("none", fast)):
+        figure(f"{name}: " + ", ".join(f"{label} {table[label]:g} s" for label in ("train", "eval", "save", "data")))

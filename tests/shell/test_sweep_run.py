@@ -1,4 +1,4 @@
-"""A sweep with real ranks, killed in its third run, stopped there, and gone on with: nothing finished is repeated."""
+"""A sweep with real ranks, killed in its third arm, stopped there, and gone on with: nothing finished is repeated."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ from mpdist.sweep_file import read
 
 pytestmark = pytest.mark.world
 
-ORDER = ["fp32-seed0", "bf16-seed0", "bf16-seed1", "fp32-seed1"]
-STEPS = 40  # some seconds, so that a signal finds the third run at work
+ORDER = ["fp32-seed0", "bf16-seed0", "fp16-seed0", "fp16-seed1", "bf16-seed1", "fp32-seed1"]
+STEPS, SAVED = 40, 10  # some seconds, so that a signal finds the third run at work; steps from one save to the next
 
 
 @dataclass
@@ -41,7 +41,20 @@ def files(run: Path) -> dict[str, tuple[bytes, int]]:
 
 def seen(job: Job, home: Path) -> dict[str, Any]:
     return {"status": job.process.returncode, "out": job.out, "err": job.err, "state": read_json(home / ORDER[2] / "status.json"),
-            "finished": {name: files(home / name) for name in ORDER[:2]}, "left": job.alive()}  # fmt: skip
+            "finished": {name: files(home / name) for name in ORDER[:2]}, "left": job.alive(),
+            "attempts": {name: attempts(home / name) for name in ORDER}}  # fmt: skip
+
+
+def attempts(run: Path) -> dict[int, list[int]]:
+    """Those that each session has made and told of, superseded ones too: of applied windows and of skipped ones."""
+    found: dict[int, set[int]] = {}
+    for file in (run / "metrics.jsonl", run / "events.jsonl"):
+        for line in file.read_text().splitlines() if file.is_file() else ():
+            if line.endswith("}"):  # a kill tears the last
+                one = json.loads(line)
+                if one.get("kind") == "train" or one.get("event") == "skip":
+                    found.setdefault(one["session"], set()).add(one["attempt"])
+    return {session: sorted(made) for session, made in sorted(found.items())}
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +62,9 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     folder = tmp_path_factory.mktemp("sweep")
     held_out = tiny.write_text(folder / "held_out.jsonl", 30, 7)
     config = tiny.config(folder, name="s", budget__steps=STEPS, eval__every=20, eval__rows=8, data__eval=[{"path": str(held_out)}],
-                         checkpoint__every=10, checkpoint__keep=2)  # fmt: skip
+                         checkpoint__every=SAVED, checkpoint__keep=2)  # fmt: skip
     home = folder / "runs" / "s"
-    words = [sys.executable, "-m", "mpdist.cli", "sweep", str(config), "--vary", "precision.compute=fp32,bf16"]
+    words = [sys.executable, "-m", "mpdist.cli", "sweep", str(config), "--vary", "precision.compute=fp32,bf16,fp16"]
     jobs: list[Job] = []
 
     def start() -> Job:
@@ -79,7 +92,9 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
             job.kill()
 
 
-def test_a_sweep_killed_in_its_third_run_repeats_nothing_that_was_finished(story: Story) -> None:
+def test_a_sweep_killed_in_its_third_arm_repeats_nothing_that_was_finished(
+    story: Story, figure: Callable[[str], None]
+) -> None:
     assert story.killed["status"] == -signal.SIGKILL
     assert story.killed["state"]["state"] == "running", "it was killed at work"
     assert story.done["status"] == 0, story.done["err"]
@@ -88,9 +103,28 @@ def test_a_sweep_killed_in_its_third_run_repeats_nothing_that_was_finished(story
         assert story.stopped["finished"][name] == story.killed["finished"][name], "not even a file was touched"
         assert story.done["finished"][name] == story.killed["finished"][name]
     sessions = {name: len(list((story.folder / name / "sessions").iterdir())) for name in ORDER}
-    assert sessions == {ORDER[0]: 1, ORDER[1]: 1, ORDER[2]: 3, ORDER[3]: 1}
+    assert sessions == {name: 3 if name == ORDER[2] else 1 for name in ORDER}
     assert story.done["out"].count(": done before\n") == 2
-    assert [state(story.folder / name)["state"] for name in ORDER] == ["done"] * 4
+    assert [state(story.folder / name)["state"] for name in ORDER] == ["done"] * len(ORDER)
+    before, after = story.killed["attempts"], story.done["attempts"]
+    assert [name for name in ORDER if before[name]] == ORDER[:3]
+    for name in ORDER[:2]:
+        assert before[name] == after[name], "no attempt more"
+        assert before[name][1][-1] >= STEPS
+    sessions_of = after[ORDER[2]]
+    assert list(sessions_of) == [1, 2, 3]
+    assert sessions_of[3][0] == sessions_of[2][-1] + 1, "a run that was stopped saved, and goes on behind it"
+    for name, made in after.items():
+        later = {session: own for session, own in made.items() if session not in before[name]}
+        figure(f"{name}: {told(before[name])} when killed; after that {told(later)}")
+    touched = sum(story.done["finished"][name] != story.killed["finished"][name] for name in ORDER[:2])
+    count = sum(map(len, story.killed["finished"].values()))
+    figure(f"the 2 runs that were finished when it was killed, {count} files: {touched} runs with a file that changed")
+
+
+def told(made: dict[int, list[int]]) -> str:
+    parts = [f"attempts {own[0]} to {own[-1]} in session {session}" for session, own in made.items()]
+    return ", ".join(parts) or "nothing"
 
 
 def test_a_stop_signal_to_the_sweep_saves_and_says_how_to_go_on(story: Story) -> None:
@@ -98,7 +132,7 @@ def test_a_stop_signal_to_the_sweep_saves_and_says_how_to_go_on(story: Story) ->
     assert story.stopped["state"]["state"] == "preempted"
     assert story.stopped["state"]["reason"] == "stopped by SIGTERM to mpdist launch"
     said = story.stopped["out"].splitlines()[-1]
-    assert said.startswith("the sweep stops at bf16-seed1; 2 of 4 runs are left: the same command goes on")
+    assert said.startswith("the sweep stops at fp16-seed0; 4 of 6 runs are left: the same command goes on")
     assert story.stopped["left"] == []
 
 
@@ -110,13 +144,14 @@ def test_the_arms_began_alike_and_were_seen_at_the_same_points(story: Story) -> 
     points = {tuple((row["kind"], row["step"], row["train/label_tokens"]) for row in rows[name]) for name in ORDER[:2]}
     assert len(points) == 1, "the same steps, with the same label tokens each"
     assert len(rows[ORDER[0]]) == STEPS + 2
-    for fp32, bf16 in ((ORDER[0], ORDER[1]), (ORDER[3], ORDER[2])):
-        first, other = (state(story.folder / name)["first"] for name in (fp32, bf16))
-        assert first["label_tokens"] == other["label_tokens"]
+    for fp32, *others in ((ORDER[0], *ORDER[1:3]), (ORDER[5], *ORDER[3:5])):
+        first = state(story.folder / fp32)["first"]
         assert first["loss"] == rows[fp32][0]["train/loss"]
-        assert 0 < abs(first["loss"] - other["loss"]) < 1e-3, "other formats, the same weights and rows"
-    seeds = {state(story.folder / name)["first"]["loss"] for name in (ORDER[0], ORDER[3])}
+        for other in (state(story.folder / name)["first"] for name in others):
+            assert first["label_tokens"] == other["label_tokens"]
+            assert 0 < abs(first["loss"] - other["loss"]) < 1e-3, "other formats, the same weights and rows"
+    seeds = {state(story.folder / name)["first"]["loss"] for name in (ORDER[0], ORDER[5])}
     assert len(seeds) == 2, "another seed is other weights"
     data = {json.dumps(read_json(story.folder / name / "sessions/0001/env.json")["data"]) for name in ORDER}  # type: ignore[index]
     assert len(data) == 1
-    assert len(checkpoints(story.folder / ORDER[3])) > 0
+    assert len(checkpoints(story.folder / ORDER[5])) > 0

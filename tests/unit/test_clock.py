@@ -256,7 +256,9 @@ def test_c109_warm_up_is_left_out_of_the_rate(figure: Callable[[str], None]) -> 
     assert measure(warmup=2, slow=2) == pytest.approx(measure(warmup=2, slow=0))
     assert measure(warmup=0, slow=2) < 0.5 * measure(warmup=0, slow=0)
     for k in (2, 0):
-        figure(f"k = {k}: {measure(k, slow=2):,.0f} tokens/s with 2 updates slowed by 1 s each, {measure(k, slow=0):,.0f} without")
+        figure(
+            f"k = {k}: {measure(k, slow=2):,.0f} tokens/s with 2 updates slowed by 1 s each, {measure(k, slow=0):,.0f} without"
+        )
 
 
 def test_a_rate_needs_a_span() -> None:

@@ -250,7 +250,8 @@ def _load(file: Path, schema: run_files.Schema) -> dict[str, Any] | None:
     try:
         return run_files.load(file, schema)
     except UsageError as error:
-        raise UsageError(error.what, error.why, "plan the run's config.yaml instead") from error
+        why = error.why if "cannot be read" in error.what else f"{error.what}: {error.why}"
+        raise UsageError(f"{file} cannot be read", why or error.what, "plan the run's config.yaml instead") from error
 
 
 def _checked_plan(file: Path) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """The end of a Slurm job: whether it is queued again, and with which status the batch script leaves.
 
 The run's own record decides, not srun's status, which is the highest of its tasks'. A job is queued again only if the
-session that it ran was stopped with everything saved, Slurm has no other plans for it (a cancelled job is one), and the
-run's budget of requeues, which is kept with the run, is not spent.
+session that it ran was stopped with everything saved, or a node of it is gone; Slurm has no other plans for it (a cancelled
+job is one), and the run's budget of requeues, which is kept with the run, is not spent. Slurm queues it again by itself only
+where it has missed the node before the ranks there were missed: not where a node crashes and starts again.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpdist import slurm, watch
-from mpdist.errors import Preempted, UsageError
+from mpdist.errors import MachineError, Preempted, UsageError
 from mpdist.lines import dump, read_json, write_atomic
 from mpdist.record import RunDir
 from mpdist.sweep_file import NAME as SWEEP
@@ -41,15 +42,18 @@ def run(resolved: Resolved, step_status: int) -> int:
     mine = (env.get("slurm") or {}).get("job"), (env.get("slurm") or {}).get("restart")
     if mine != (job["job"], job["restart"]):  # refused, or finished before: what stands there is another start's
         return step_status
-    state = status.get("state")
-    if state == "running":
-        _say(f"the run left no last word: a node or its launcher was lost (srun's status is {step_status})")
-        return step_status or 1
-    if state == "preempted":
-        _say(_requeue(resolved, run_dir, status, job))
+    state, code = status.get("state"), status.get("exit")
+    # A rank that raised has said so (status 1); one whose node is gone is killed or silent to the others, or to srun alone.
+    cut_short = state == "running" or (state == "failed" and code == MachineError.status)
+    lost = slurm.lost(job["nodes"] or "", job["job"]) if cut_short else []
+    if lost or state == "preempted":
+        _say(_requeue(resolved, run_dir, status, job, lost))
+    elif state == "running":
+        _say(f"the run left no last word: its launcher was killed (srun's status is {step_status})")
     elif state != "done":
         _say(_why(run_dir, status))
-    code = status.get("exit")
+    if state == "running":
+        return step_status or 1
     return int(_STATUS[str(state)] if code is None else code)
 
 
@@ -87,10 +91,15 @@ def _why(run_dir: RunDir, status: Mapping[str, Any]) -> str:
     return f"{text}\n  rank: {rank} on {host}, which has said more in {watch.log_of(session, rank)}"
 
 
-def _requeue(resolved: Resolved, run_dir: RunDir, status: Mapping[str, Any], job: Mapping[str, Any]) -> str:
-    """What was done, or why nothing was."""
+def _requeue(
+    resolved: Resolved, run_dir: RunDir, status: Mapping[str, Any], job: Mapping[str, Any], lost: Sequence[str] = ()
+) -> str:
+    """What was done, or why nothing was. lost: the nodes that ended the run, if any did."""
     cfg, step = resolved.config.slurm, status.get("step")
-    reason = str(status.get("reason"))
+    reason, ended = str(status.get("reason")), f"stopped at step {step} with everything saved"
+    if lost:
+        reason = f"lost {', '.join(lost)}, which no longer answer{'s' * (len(lost) == 1)} or started anew"
+        ended = f"stopped at step {step}, to go on from the last checkpoint"
     if reason.startswith("stopped by the file STOP"):
         return f"stopped at step {step} as asked ({reason}): not queued again"
     known = slurm.ask("job", job["job"])
@@ -101,7 +110,7 @@ def _requeue(resolved: Resolved, run_dir: RunDir, status: Mapping[str, Any], job
     if len(done) >= cfg.requeues:
         origin = resolved.origins.get("slurm.requeues", "config")
         return (
-            f"stopped at step {step} with everything saved, but not queued again: the run has used up its requeues\n"
+            f"{ended}, but not queued again: the run has used up its requeues\n"
             f"  why: slurm.requeues = {cfg.requeues} ({origin}), and {len(done)} are on record in {run_dir.path}\n"
             f"  do:  submit it again to go on; slurm.requeues={len(done) + 2} allows two more"
         )
@@ -120,12 +129,9 @@ def _requeue(resolved: Resolved, run_dir: RunDir, status: Mapping[str, Any], job
     trouble = _ask_slurm(job["job"])
     if trouble:
         write_atomic(path, dump({"requeues": done}, indent=1) + "\n")
-        return (
-            f"stopped at step {step} with everything saved, but Slurm does not queue job {job['job']} again: {trouble}\n"
-            "  do:  submit it again to go on"
-        )
+        return f"{ended}, but Slurm does not queue job {job['job']} again: {trouble}\n  do:  submit it again to go on"
     return (
-        f"stopped at step {step} with everything saved ({why or reason}): job {job['job']} is queued again, "
+        f"{ended} ({why or reason}): job {job['job']} is queued again, "
         f"{len(done) + 1} of {cfg.requeues} times; it starts in some two minutes at the earliest"
     )
 

@@ -25,6 +25,7 @@ FOLDER = "slurm"  # of a run: what was submitted, logs of jobs, how often they w
 _MOST_HOSTS = 65536  # of one list: Slurm's own limit of a range
 _NO_STEP = 0xFFFFFFF0  # from here on a step's number means something else: batch, extern, interactive
 _ASK_S = 10.0  # for the controller to answer
+_ANSWER_S = 5.0  # for a node's slurmd to take a connection
 _PORTS = (20000, 10000)  # the first that a job may take, and how many: below the kernel's own (from 32768)
 _TRIES = 50  # ports of a job that are looked at
 _NEAR_S = 90.0  # Slurm warns up to 60 s early, and looks every 30 s
@@ -332,6 +333,31 @@ def show(kind: str, *names: str) -> list[dict[str, str]]:
 def pairs(line: str) -> dict[str, str]:
     """'A=1 B=x y C=' -> {'A': '1', 'B': 'x y', 'C': ''}."""
     return {m[1]: m[2] for m in re.finditer(r"(?:^| )([A-Za-z][\w:/]*)=(.*?)(?= [A-Za-z][\w:/]*=|\s*$)", line)}
+
+
+def lost(nodes: str, job: str) -> list[str]:
+    """Which nodes of a job's list are gone. A node of which the controller says nothing is not known to be."""
+    started = _moment((ask("job", job) or {}).get("StartTime")) or math.inf
+    known = {node.get("NodeName", ""): node for node in show("node", nodes)} if nodes else {}
+    return [name for name, node in known.items() if _is_lost(name, node, started)]
+
+
+def _is_lost(name: str, node: Mapping[str, str], started: float) -> bool:
+    """Whether Slurm misses it, it booted after the job had started (unix time), or its slurmd does not answer."""
+    missed = re.search(r"\bDOWN\b|NOT_RESPONDING|\*", node.get("State", ""))
+    booted = _moment(node.get("BootTime")) or 0.0
+    return bool(missed) or booted > started or not _answers(node.get("NodeAddr", name), node.get("Port", ""))
+
+
+def _answers(host: str, port: str) -> bool:
+    """Whether a slurmd takes connections there; yes where its port is not known."""
+    try:
+        socket.create_connection((host, int(port)), _ANSWER_S).close()
+    except ValueError:
+        return True
+    except OSError:
+        return False
+    return True
 
 
 PREEMPTED = "preempted by another job"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +255,44 @@ def test_no_other_end_is_queued_again_and_each_keeps_its_status(
 ) -> None:
     assert requeue.run(ended(tmp_path, state, code), 9) == status
     assert controller.requeued == []
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "changed", "asked"),
+    [
+        ("failed", 4, {"State": "DOWN*"}, True),
+        ("running", None, {"State": "MIXED+NOT_RESPONDING*"}, True),
+        ("failed", 4, {"BootTime": "2030-01-01T00:00:00"}, True),
+        ("failed", 4, {"Port": "1"}, True),
+        ("failed", 4, {}, False),
+        ("failed", 1, {"State": "DOWN*"}, False),
+    ],
+    ids=["down", "missed", "started anew", "no slurmd", "all well", "a rank raised"],
+)
+def test_a_run_that_a_lost_node_has_ended_is_queued_again(
+    tmp_path: Path, controller: Controller, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    state: str, code: int | None, changed: dict[str, str], asked: bool,
+) -> None:  # fmt: skip
+    """Slurm would, had it missed the node before the ranks there were missed; the budget holds here too."""
+    with socket.create_server(("127.0.0.1", 0)) as slurmd:
+        well = {
+            "State": "MIXED",
+            "NodeAddr": "127.0.0.1",
+            "Port": str(slurmd.getsockname()[1]),
+            "BootTime": "2020-01-01T00:00:00",
+        }
+        job = {**(controller.job or {}), "StartTime": "2025-01-01T00:00:00"}
+        monkeypatch.setattr(slurm, "ask", lambda kind, name: job)
+        monkeypatch.setattr(slurm, "show", lambda kind, names: [well, well | {"NodeName": "n2"} | changed])
+        monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+        for times in range(1, 4):
+            monkeypatch.setenv("SLURM_RESTART_COUNT", str(times - 1))
+            status = requeue.run(ended(tmp_path, state, code, restart=times - 1, rank=None), 137)
+            assert status == (137 if code is None else code)
+            said = capsys.readouterr().err
+            assert controller.requeued == ["12"] * (min(times, 2) if asked else 0)
+            assert ("lost n2, which no longer answers or started anew" in said) == (asked and times < 3)
+    assert ("the run has used up its requeues" in said) == asked
 
 
 def test_the_jobs_log_ends_with_who_failed_where_when_and_why(

@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
-from real_runs import Job, Jobs, jobs_in, left, state
+from real_runs import ROOT, Job, Jobs, jobs_in, left, state
 
 pytestmark = pytest.mark.world
+
+Figure = Callable[[str], None]
 
 
 @pytest.fixture
@@ -22,9 +25,14 @@ def jobs(tmp_path: Path) -> Iterator[Jobs]:
         yield started
 
 
-def named(job: Job, status: int, rank: int | None, reason: str, within_s: float | None = None) -> dict[str, Any]:
-    """What must hold after a failure under the launcher; status.json."""
+def named(
+    job: Job, figure: Figure, status: int, rank: int | None, reason: str, within_s: float | None = None
+) -> dict[str, Any]:
+    """What must hold after a failure under the launcher; status.json. within_s: from here on, the fault having been."""
+    began = time.monotonic()
     assert job.end(within_s or 120) == status, (job.out, job.err)
+    took = f", {time.monotonic() - began:.1f} s after the signal (bound {within_s:.0f} s)" if within_s else ""
+    figure(f"exit {job.process.returncode}{took}, {len(job.alive())} processes left: {state(job.run)['reason']}")
     recorded = state(job.run)
     assert (recorded["state"], recorded["rank"], recorded["exit"]) == ("failed", rank, status)
     assert recorded["reason"].startswith(reason)
@@ -34,19 +42,21 @@ def named(job: Job, status: int, rank: int | None, reason: str, within_s: float 
     return recorded
 
 
-def test_c93_c94_a_rank_that_dies_raises_or_leaves_is_named_and_nobody_is_left(tmp_path: Path, jobs: Jobs) -> None:
+def test_c93_c94_a_rank_that_dies_raises_or_leaves_is_named_and_nobody_is_left(
+    tmp_path: Path, jobs: Jobs, figure: Figure
+) -> None:
     faults = {"raise_at": {"attempt": 12}, "exit_at": {"attempt": 20, "code": 0}, "hang_at": {"attempt": 25}}
     drill = {name: {**fault, "rank": 1} for name, fault in faults.items()}
     config = tiny.config(tmp_path, drill=drill, budget__steps=2000, checkpoint__every=5)
 
     job = jobs.launch(config)
     os.kill(job.wait_for_attempt(7, rank=1)[1].pid, signal.SIGKILL)
-    killed = named(job, 4, 1, "rank 1 was killed by SIGKILL", within_s=30)
+    killed = named(job, figure, 4, 1, "rank 1 was killed by SIGKILL", within_s=30)
     assert killed["step"] >= 6
     assert "the one to read: rank-00001.log" in job.err
 
     job = jobs.launch(config)
-    assert named(job, 1, 1, "RuntimeError: drill: raised at attempt 12 on rank 1")["step"] == 11
+    assert named(job, figure, 1, 1, "RuntimeError: drill: raised at attempt 12 on rank 1")["step"] == 11
     assert job.err.splitlines()[-1] == "rank 1 failed: RuntimeError: drill: raised at attempt 12 on rank 1"
     assert "Traceback" in job.err
     assert "Connection closed" not in job.err, "a victim has the last word"
@@ -54,7 +64,7 @@ def test_c93_c94_a_rank_that_dies_raises_or_leaves_is_named_and_nobody_is_left(t
     assert "Traceback" in job.log("rank-00000"), "what each rank saw is in its log"
 
     job = jobs.launch(config)
-    named(job, 1, 1, "rank 1 left at step 19 with status 0")
+    named(job, figure, 1, 1, "rank 1 left at step 19 with status 0")
     assert "resumed from step-000000" in job.out
 
     # The first signal cannot be obeyed while a rank hangs; the second needs nobody's consent.
@@ -63,7 +73,7 @@ def test_c93_c94_a_rank_that_dies_raises_or_leaves_is_named_and_nobody_is_left(t
     os.killpg(job.process.pid, signal.SIGINT)
     job.until(lambda: "SIGINT: stopping at the next step boundary" in job.out)
     os.killpg(job.process.pid, signal.SIGINT)
-    named(job, 130, None, "ended at once by a second SIGINT", within_s=15)
+    named(job, figure, 130, None, "ended at once by a second SIGINT", within_s=15)
 
 
 def test_c93_c94_under_bare_torchrun_the_ranks_say_it_themselves(tmp_path: Path, jobs: Jobs) -> None:
@@ -130,7 +140,7 @@ def listens(port: int) -> bool:
     return any(words[3] == "0A" and int(words[1].rpartition(":")[2], 16) == port for words in lines)
 
 
-def test_c91_a_rank_that_does_not_come_is_named_in_time(tmp_path: Path, jobs: Jobs) -> None:
+def test_c91_a_rank_that_does_not_come_is_named_in_time(tmp_path: Path, jobs: Jobs, figure: Figure) -> None:
     config = tiny.config(tmp_path, launch__timeout="10s")
     ports = []
     with socket.socket() as one, socket.socket() as two:
@@ -140,17 +150,21 @@ def test_c91_a_rank_that_does_not_come_is_named_in_time(tmp_path: Path, jobs: Jo
     alone = [jobs.rank(config, rank, port) for rank, port in enumerate(ports)]
     first, second = alone
     first.until(lambda: listens(ports[0]))  # imports take as long as they take
-    assert first.end(10 + 20) == 4
+    began = time.monotonic()
+    assert first.end(20) == 4
+    seconds = time.monotonic() - began
     assert "rank 1 missing: 1 of 2 ranks did not start" in first.err
     assert "launch.timeout = 10 s" in first.err
     assert second.end(60) == 4
     assert f"rank 1 cannot reach the meeting point 127.0.0.1:{ports[1]}" in second.err
     for job in alone:
         assert "Traceback" not in job.err
+    said = next(line for line in first.err.splitlines() if "rank 1 missing" in line)
+    figure(f"1 of 2 ranks started, launch.timeout 10 s: exit 4 after {seconds:.1f} s of waiting (bound 20 s): {said}")
     assert not (tmp_path / "runs" / "run").exists()
 
 
-def test_c88_a_busy_port_and_a_directory_in_use_are_refused(tmp_path: Path, jobs: Jobs) -> None:
+def test_c88_a_busy_port_and_a_directory_in_use_are_refused(tmp_path: Path, jobs: Jobs, figure: Figure) -> None:
     config = tiny.config(tmp_path)
     with socket.socket() as busy:
         busy.bind(("", 0))
@@ -160,7 +174,46 @@ def test_c88_a_busy_port_and_a_directory_in_use_are_refused(tmp_path: Path, jobs
         assert job.end() == 4
         assert str(port) in job.err.splitlines()[-1]
         assert "Traceback" not in job.err
+        figure(f"launch.port={port} in use: exit 4, last line: {job.err.splitlines()[-1]}")
     job = jobs.launch(config, "launch.port=66660")
     assert job.end() == 2
     assert "66660" in job.err
     assert not (tmp_path / "runs").exists()
+    figure(f"launch.port=66660: exit {job.process.returncode}")
+
+
+# W&B's package as a run imports it, with a third row that it cannot take.
+RAISING = """
+class Settings:
+    model_fields = {}
+    base_url = "http://127.0.0.1:9"
+    def __init__(self, **given): pass
+class Run:
+    dir, url, calls = ".", None, 0
+    def define_metric(self, *a, **k): pass
+    def mark_preempting(self): pass
+    def save(self, *a, **k): pass
+    def finish(self, exit_code=0): pass
+    def log(self, row):
+        Run.calls += 1
+        if Run.calls == 3: raise RuntimeError("boom")
+def setup(settings=None): return type("S", (), {"settings": Settings})
+def init(**given): return Run()
+def teardown(): pass
+def login(prompt=True): return True
+"""
+
+
+def test_c102_a_tracker_that_raises_at_the_third_row_costs_a_run_nothing(
+    tmp_path: Path, jobs: Jobs, figure: Figure
+) -> None:
+    (tmp_path / "stub").mkdir()
+    (tmp_path / "stub" / "wandb.py").write_text(RAISING)
+    config = tiny.config(tmp_path, budget__steps=5, track__wandb={"mode": "offline"})
+    job = jobs.launch(config, PYTHONPATH=f"{tmp_path / 'stub'}:{ROOT}")
+    assert job.end() == 0, (job.out, job.err)
+    assert left(job).column("step") == [1, 2, 3, 4, 5]
+    warnings = [event["reason"] for event in left(job).events("warning") if "W&B" in event["reason"]]
+    assert len(warnings) == sum("warning: W&B" in line for line in job.out.splitlines()) == 1
+    assert "boom" in warnings[0]
+    figure(f"exit {job.process.returncode}, {len(left(job).rows())} rows, {len(warnings)} warning: {warnings[0]}")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from wandb_server import read_offline
 
 pytestmark = pytest.mark.world
 
+Figure = Callable[[str], None]
 STEPS = 40
 SECRETS = {"WANDB_API_KEY": "0123456789abcdef" * 2 + "feedface", "HF_TOKEN": "hf_" + "s3cr3t" * 5}
 NOBODY = "http://127.0.0.1:9"  # the discard port of loopback
@@ -81,7 +83,9 @@ def two(scenes: dict[str, Future[Any]]) -> tuple[Job, Job, float]:
     return scenes["two"].result()
 
 
-def test_c88_two_runs_at_once_need_no_port_and_leave_the_same_numbers(two: tuple[Job, Job, float]) -> None:
+def test_c88_two_runs_at_once_need_no_port_and_leave_the_same_numbers(
+    two: tuple[Job, Job, float], figure: Figure
+) -> None:
     first, second, _ = two
     for job in (first, second):
         assert state(job.run)["state"] == "done"
@@ -89,6 +93,14 @@ def test_c88_two_runs_at_once_need_no_port_and_leave_the_same_numbers(two: tuple
         assert job.out.splitlines()[-1] == f"done: {job.run}"
         assert left(job).column("step") == list(range(1, STEPS + 1))
     assert tiny.timeless(left(first).rows()) == tiny.timeless(left(second).rows())
+    times = [(json.loads((job.run / "sessions/0001/env.json").read_text())["began"], left(job).events("end")[-1]["time"])
+             for job in (first, second)]  # fmt: skip
+    together = min(end for _, end in times) - max(began for began, _ in times)
+    assert together > 0
+    figure(
+        f"two runs on one machine without a port, {together:.1f} s at once: exit {first.process.returncode} and "
+        f"{second.process.returncode}, {len(left(first).rows())} and {len(left(second).rows())} rows, all equal"
+    )
 
 
 def test_the_console_has_rank_0_plain_and_each_rank_its_log(two: tuple[Job, Job, float]) -> None:
@@ -106,7 +118,9 @@ def of_the_tracker(job: Job) -> list[dict[str, Any]]:
     return [event for event in left(job).events("warning") if "W&B" in event["reason"]]
 
 
-def test_c100_one_tracker_run_for_two_ranks_drawn_over_steps_tokens_and_seconds(two: tuple[Job, Job, float]) -> None:
+def test_c100_one_tracker_run_for_two_ranks_drawn_over_steps_tokens_and_seconds(
+    two: tuple[Job, Job, float], figure: Figure
+) -> None:
     job, _, _ = two
     assert of_the_tracker(job) == []
     (folder,) = job.run.glob("wandb/offline-run-*")
@@ -122,9 +136,12 @@ def test_c100_one_tracker_run_for_two_ranks_drawn_over_steps_tokens_and_seconds(
     assert kept["axes"]["train/*"] == "step"
     assert kept["axes"]["over_tokens/*"] == "train/label_tokens"
     assert kept["axes"]["over_seconds/*"] == "time/train_s"
+    found = [*job.run.glob("wandb/*run-*")]
+    assert found == [folder]
+    figure(f"2 ranks: {len(found)} run of the tracker, with {len(kept['history'])} of {len(rows)} rows")
 
 
-def test_c102_without_a_server_the_run_is_whole_and_hardly_later(two: tuple[Job, Job, float]) -> None:
+def test_c102_without_a_server_the_run_is_whole_and_hardly_later(two: tuple[Job, Job, float], figure: Figure) -> None:
     _, job, delay = two
     (warning,) = of_the_tracker(job)
     assert warning["reason"].startswith("W&B is offline for this session: ")
@@ -132,6 +149,10 @@ def test_c102_without_a_server_the_run_is_whole_and_hardly_later(two: tuple[Job,
     assert delay < 30
     (folder,) = job.run.glob("wandb/offline-run-*")
     assert len(read_offline(folder)["history"]) == STEPS
+    figure(
+        f"online behind a closed proxy: exit {job.process.returncode}, {len(left(job).rows())} rows, "
+        f"{job.out.count('W&B')} warning, ended {delay:.1f} s after its last word (bound 30 s)"
+    )
 
 
 def test_no_secret_is_in_anything_that_a_run_leaves(two: tuple[Job, Job, float]) -> None:
@@ -173,7 +194,9 @@ def stops(scenes: dict[str, Future[Any]]) -> tuple[Job, list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("how", STOPS)
-def test_c96_a_stop_is_one_save_of_one_step_by_all_ranks(stops: tuple[Job, list[dict[str, Any]]], how: Any) -> None:
+def test_c96_a_stop_is_one_save_of_one_step_by_all_ranks(
+    stops: tuple[Job, list[dict[str, Any]]], how: Any, figure: Figure
+) -> None:
     from mpdist.restore import fault_in
 
     number = list(STOPS).index(how)
@@ -189,10 +212,12 @@ def test_c96_a_stop_is_one_save_of_one_step_by_all_ranks(stops: tuple[Job, list[
     assert {report.step for report in fact["reports"].values()} == {fact["reports"][1].step}
     assert all(report.proper for report in fact["reports"].values())
     assert job.out.splitlines()[-1].startswith(f"stopped early at step {ended['step']}, everything is saved")
+    steps = {rank: report.step for rank, report in sorted(fact["reports"].items())}
+    figure(f"{how[1]} to {how[0]}: exit {fact['status']}, steps of the ranks {steps}, new checkpoints {fact['new']}")
 
 
 def test_c13_c66_c96_no_number_shows_the_stops(
-    stops: tuple[Job, list[dict[str, Any]]], two: tuple[Job, Job, float]
+    stops: tuple[Job, list[dict[str, Any]]], two: tuple[Job, Job, float], figure: Figure
 ) -> None:
     job, _ = stops
     assert state(job.run)["session"] == len(STOPS) + 1
@@ -202,6 +227,12 @@ def test_c13_c66_c96_no_number_shows_the_stops(
         assert tiny.same(left(job).weights(prefix=kind), left(two[0]).weights(prefix=kind))
     assert len(set(left(job).column("scale/value"))) > 3
     assert left(job).rows()[-1]["scale/skipped"] >= 4
+    stopped = [event["step"] for event in left(job).events("stop")]
+    assert [event["step"] for event in left(job).events("load")] == stopped
+    rows = left(job).rows()
+    figure(
+        f"stopped and gone on at steps {stopped}: {len(rows)} of {STEPS} rows and all tensors as undisturbed, bit for bit"
+    )
 
 
 SLOW_SAVE = """
@@ -231,7 +262,8 @@ def stop_a_slow_save(folder: Path) -> tuple[Job, float]:
 
 
 @pytest.mark.slow
-def test_c96_a_save_may_take_longer_than_torchruns_patience(scenes: dict[str, Future[Any]]) -> None:
+def test_c96_a_save_may_take_longer_than_torchruns_patience(scenes: dict[str, Future[Any]], figure: Figure) -> None:
     job, seconds = scenes["patience"].result()
     assert seconds > 35, "the hook has slowed nothing"
     assert checkpoints(job.run) == [f"step-{state(job.run)['step']:08d}"]
+    figure(f"a save of 40 s: exit {job.process.returncode} after {seconds:.1f} s, checkpoints {checkpoints(job.run)}")

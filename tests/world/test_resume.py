@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import worlds
-from tiny import LLAMA, config, same, session, timeless, train, train_each
+from tiny import LLAMA, Result, config, same, session, timeless, train, train_each, write_text
 
 pytestmark = pytest.mark.world
 
@@ -197,6 +198,47 @@ def session_all_told(rank: int, path: str) -> tuple[int, str]:
         return attempt(s, batch)
 
     loop.attempt = told
+    return session(rank, path, [])
+
+
+def test_c96_a_signal_within_an_evaluation_stops_all_ranks_at_the_next_step(
+    tmp_path: Path, figure: Callable[[str], None]
+) -> None:
+    """The second of ten steps is evaluated, within the warm-up; rank 1 alone is told."""
+    held = str(write_text(tmp_path / "held.jsonl", 8, seed=1))
+    asked = {
+        "budget__steps": 10, "eval": {"every": 2}, "data__eval": [{"path": held}],
+        "optim": {"lr": 1e-3, "schedule": "cosine", "warmup": 4},
+    }  # fmt: skip
+    whole = train(tmp_path, 2, name="whole", **asked)
+    path = str(config(tmp_path, **asked))
+    ends = worlds.run(session_told_in_evaluation, 2, path)
+    assert [status for status, _ in ends] == [75, 75]
+    run = Result(tmp_path / "runs" / "run", ends)
+    assert [row["step"] for row in run.rows("eval")] == [2]
+    stop, (save,) = run.state()["step"], [e["step"] for e in run.events("save") if e["reason"] == "published"]
+    assert stop == save == run.column("step")[-1] == 3
+    again = train(tmp_path, 2, **asked)
+    assert again.status == 0, again.message
+    for kind in ("train", "eval"):
+        assert timeless(again.rows(kind)) == timeless(whole.rows(kind))
+    figure(
+        f"TERM to rank 1 within the evaluation at step 2: exits {[status for status, _ in ends]}, one save at step {save}; "
+        f"resumed: {len(again.rows())} train and {len(again.rows('eval'))} eval rows equal to the undisturbed run's"
+    )
+
+
+def session_told_in_evaluation(rank: int, path: str) -> tuple[int, str]:
+    from mpdist import session as module
+
+    mean_loss = module.mean_loss
+
+    def told(*arguments: Any, **options: Any) -> Any:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return mean_loss(*arguments, **options)
+
+    module.mean_loss = told
     return session(rank, path, [])
 
 

@@ -215,3 +215,11 @@ def test_a_second_term_under_slurm_asks_for_no_end_at_once(monkeypatch: pytest.M
     stop._hard_at = time.monotonic() - 60
     stop._heard(signal.SIGTERM, None)
     assert stop.asked == "SIGTERM"
+
+
+@pytest.mark.parametrize("name", ["slurm/train.sbatch", "launch/interactive.sh"])
+def test_c93_what_starts_a_run_on_several_nodes_has_srun_end_all_when_one_fails(name: str) -> None:
+    lines = (Path(__file__).resolve().parents[2] / name).read_text().replace("\\\n", " ").splitlines()
+    steps = [line for line in lines if line.startswith(("srun ", "exec srun "))]
+    assert steps
+    assert all(" --kill-on-bad-exit=1 " in step for step in steps)

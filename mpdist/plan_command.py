@@ -108,7 +108,10 @@ def _card(gpu: str | None, memory_bytes: int | None) -> tuple[Device | None, str
 
 def _no_verdict(memory_bytes: int, shape: Arch | Unknown) -> UsageError:
     why = shape.reason if isinstance(shape, Unknown) else "the model's shape is unknown"
-    do = "add --simulate, which plays the model itself with torch, or leave --memory and --gpu out"
+    way = "add --simulate, which plays the model itself with torch"
+    if isinstance(shape, Unknown) and shape.missing:
+        way = "correct model.path"
+    do = f"{way}, or leave --memory and --gpu out"
     return UsageError(f"no verdict on {format_bytes(memory_bytes)} a rank: bytes are not known by formula", why, do)
 
 

@@ -139,6 +139,8 @@ def test_no_verdict_is_an_answer_of_its_own(config: str, capsys: pytest.CaptureF
     assert "model type 'bert' is not among those counted" in err
     assert "--simulate" in err
     assert answers(capsys, config, *bert[:1])[0] == 0
+    status, _, err = answers(capsys, config, "model.config=null", "model.path=./nowhere", "--memory", "1GiB")
+    assert (status, "correct model.path" in err, "--simulate" in err) == (2, True, False)
     status, _, err = answers(capsys, config, *bert, "--suggest")
     assert (status, "config.json" in err, "--simulate" in err) == (2, False, True)
 

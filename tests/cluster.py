@@ -183,6 +183,13 @@ class Cluster:
             if env.get("SLURM_CONF") == str(self.conf) and env.get("SLURMD_NODENAME") == node:
                 _signal(pid, signal.SIGSTOP)
 
+    def crash_node(self, node: str) -> None:
+        """The node starts anew: all that ran on it is dead at once, and whoever was connected to it knows."""
+        self._end(f"slurmd-{node}", signal.SIGKILL)
+        for pid, env, _ in _processes():
+            if env.get("SLURM_CONF") == str(self.conf) and env.get("SLURMD_NODENAME") == node:
+                _signal(pid, signal.SIGKILL)
+
     def cut(self, node: str) -> None:
         """Unplug the node's cable."""
         self._ip("link", "set", self._port(node), "down")

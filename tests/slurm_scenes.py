@@ -25,7 +25,12 @@ from mpdist import slurm, watch
 from mpdist.lines import read_json
 from mpdist.requeue import read
 
-APART = {"lost": 3, "cut": 3, "taken": 2}  # partitions, and their nodes: one more than the job needs where one is lost
+APART = {
+    "lost": 3,
+    "cut": 3,
+    "crashed": 3,
+    "taken": 2,
+}  # partitions, and their nodes: one more than the job needs where one is lost
 
 
 AWKWARD = [
@@ -211,6 +216,11 @@ def lost(cluster: Cluster, folder: Path) -> Seen:
     return _without(cluster, folder, "lost", 1, cluster.kill_node)
 
 
+def crashed(cluster: Cluster, folder: Path) -> Seen:
+    """The second node crashes: its ranks and launcher are missed at once, the node itself by Slurm only later."""
+    return _without(cluster, folder, "crashed", 1, cluster.crash_node)
+
+
 def cut(cluster: Cluster, folder: Path) -> Seen:
     """The first node's cable is cut: rank 0, its launcher and the batch script live on, and hold the run's directory."""
     return _without(cluster, folder, "cut", 0, cluster.cut)
@@ -333,7 +343,7 @@ def of_the_readme(cluster: Cluster, folder: Path) -> Seen:
 SCENES: dict[str, Callable[[Cluster, Path], Seen]] = {
     play.__name__: play
     for play in (
-        requeued, undisturbed, stopped, lost, cut, swept, hangs, killed, raises, leaves,
+        requeued, undisturbed, stopped, lost, crashed, cut, swept, hangs, killed, raises, leaves,
         started_by_srun, of_the_readme, examined, interactive, diverges,
     )
 }  # fmt: skip

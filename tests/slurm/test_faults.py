@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -94,6 +95,14 @@ def test_a_run_whose_node_dies_goes_on_by_itself_elsewhere_and_ends_the_same(
     figure(f"a node dies; runs again after {lost.seconds:.0f} s: {lost.story(undisturbed)}")
 
 
+def test_a_run_whose_node_crashes_before_slurm_misses_it_is_queued_again_and_ends_the_same(
+    crashed: Seen, undisturbed: Seen, figure: Figure
+) -> None:
+    assert re.fullmatch(r"lost n\d+, which no longer answers or started anew", *crashed.requeues)
+    assert_gone_on(crashed, undisturbed, requeues=1)
+    figure(f"a node crashes; runs again after {crashed.seconds:.0f} s: {crashed.story(undisturbed)}")
+
+
 def test_a_run_whose_first_node_is_cut_off_does_and_the_ranks_there_end(
     cut: Seen, undisturbed: Seen, figure: Figure
 ) -> None:
@@ -102,11 +111,12 @@ def test_a_run_whose_first_node_is_cut_off_does_and_the_ranks_there_end(
     figure(f"a link is cut; runs again after {cut.seconds:.0f} s: {cut.story(undisturbed)}")
 
 
-def assert_gone_on(seen: Seen, undisturbed: Seen) -> None:
+def assert_gone_on(seen: Seen, undisturbed: Seen, requeues: int = 0) -> None:
+    """requeues: how many of the run's budget it took; Slurm's own are none of it."""
     assert [end[0] for end in seen.ends] == ["RUNNING", "COMPLETED"], seen.output
     assert seen.seconds < 120, "SlurmdTimeout, and what a busy controller takes"
     assert seen.left == []
-    assert seen.requeues == [], "the loss of a node is no requeue of the run's budget"
+    assert len(seen.requeues) == requeues
     assert [event["reason"] for event in seen.result.events("start")] == ["new", "resume"]
     assert seen.loads == [10]
     assert submitted.differences(seen.folder, undisturbed.folder) == []

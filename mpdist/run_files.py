@@ -78,12 +78,14 @@ ENV: Schema = {
     "host": TEXT, "device": TEXT, "devices": LIST, "devices.[]": TEXT, "versions": MAPPING, "versions.*": maybe(TEXT),
     "variables": LIST, "variables.[]": TEXT, "layers": LIST, "layers.[]": TEXT, "data": maybe(MAPPING), "data.*": maybe(TEXT),
     "initial_weights": maybe(TEXT), "order": maybe(TEXT), "peak_flops": maybe(FINITE),
+    "ranks": COUNT, "nodes": COUNT, "threads": maybe(COUNT),
 }  # fmt: skip
 EVENT: Schema = {
     "event!": TEXT, "step!": COUNT, "attempt!": COUNT, "reason": maybe(TEXT), "changes": LIST, "changes.[]": TEXT, "check": TEXT,
 }  # fmt: skip
 SKIP: Schema = {"reason!": TEXT, "scale": FINITE, "scale_after": FINITE, "window": COUNT}
 SCALE: Schema = {"scale!": FINITE}
+LOAD: Schema = {"session!": COUNT}
 ROW: Schema = {"kind!": TEXT, "step!": COUNT, "session!": COUNT}
 """What `mpdist.record.read_metrics` puts rows in order by."""
 _COMPARED: Schema = {"attempt!": COUNT, "train/label_tokens!": COUNT, "time/train_s!": FINITE}
@@ -182,7 +184,7 @@ def _metric(key: str) -> Kind:
 def check_event(event: Mapping[str, Any], where: str) -> None:
     """A line of events.jsonl as comparisons read it."""
     check(event, EVENT, where)
-    more = {"skip": SKIP, "scale": SCALE}.get(event["event"])
+    more = {"skip": SKIP, "scale": SCALE, "load": LOAD}.get(event["event"])
     if more is not None:
         check(event, more, where)
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mpdist import run_files
 from mpdist.env import environment
 from mpdist.errors import MachineError, UsageError
 from mpdist.findings import Finding
-from mpdist.lines import read_json, read_lines
+from mpdist.lines import read_lines
 from mpdist.record import RunDir, read_metrics
 from mpdist.shelf import published, step_of
 
@@ -66,7 +67,7 @@ def look(run: str | Path, step: int) -> Wanted:
     what = f"mpdist doctor --replay {run} {step}"
     if not folder.config_path.is_file() or not folder.metrics_path.is_file():
         raise UsageError(what, "it is no run directory: it has no config.yaml and metrics.jsonl", "give a run's folder")
-    rows = {row["step"]: row for row in read_metrics(folder.path) if row["kind"] == "train"}
+    rows = {row["step"]: row for row in read_metrics(folder.path, run_files.check_row) if row["kind"] == "train"}
     if step not in rows:
         near = sorted(rows, key=lambda there: abs(there - step))[:2]
         there = f"the nearest that are: {', '.join(map(str, sorted(near)))}" if near else "no step is"
@@ -79,7 +80,7 @@ def look(run: str | Path, step: int) -> Wanted:
                                " trained again", "ask for a step that is nearer to a checkpoint, and keep more of them with"
                                " checkpoint.every and checkpoint.keep")  # fmt: skip
     made = sessions(folder, rows[step]["session"], begin)
-    envs = {number: read_json(folder.session_path(number) / "env.json") or {} for number in made}
+    envs = {number: run_files.load(folder.session_path(number) / "env.json", run_files.ENV) or {} for number in made}
     resolved = load(_config(folder, made[-1]))
     _exact(what, resolved, envs)
     between = {at: row for at, row in rows.items() if begin < at <= step}
@@ -110,7 +111,8 @@ def _nearest(folder: RunDir, step: int) -> tuple[int, Path | None, tuple[str, ..
 
 def sessions(folder: RunDir, last: int, begin: int) -> list[int]:
     """The sessions that made the steps behind `begin`, up to session `last`, in order: each goes on from what it loaded."""
-    loaded = {e["session"]: e["step"] for e in read_lines(folder.events_path) if e.get("event") == "load"}
+    events = read_lines(folder.events_path, run_files.check_event)
+    loaded = {e["session"]: e["step"] for e in events if e["event"] == "load"}
     made = [last]
     while loaded.get(made[0], 0) > begin and made[0] > 1:
         made.insert(0, made[0] - 1)

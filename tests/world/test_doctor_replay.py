@@ -116,6 +116,16 @@ def test_what_cannot_be_exact_is_refused(
         env.write_bytes(kept)
         assert status == 2
         assert why in err
+    env.write_text(json.dumps({**values, "versions": 3}))
+    status, _, err = replay(capfd, made, "3")
+    env.write_bytes(kept)
+    assert (status, "env.json: versions = 3" in err) == (2, True)
+    history = made / "metrics.jsonl"
+    kept = history.read_bytes()
+    history.write_bytes(kept.replace(b'"train/loss": ', b'"train/lost": ', 1))
+    status, _, err = replay(capfd, made, "1")
+    history.write_bytes(kept)
+    assert (status, "metrics.jsonl:1 has no train/loss" in err) == (2, True)
     status = cli.main(["doctor", str(made / "config.yaml"), "--replay", str(made), "3"])
     assert status == 2
     assert "the run's own configuration and number of ranks are taken" in capfd.readouterr().err

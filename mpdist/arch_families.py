@@ -65,6 +65,7 @@ class Family:
     head_bias: bool = False
     rotary_share: float = 1.0
     dropouts: tuple[str, str] = ("attention_dropout", "")
+    routes: bool = False  # to experts, so that its config may ask for a router's loss
     own_logits: bool = False  # its forward does not go through its base model, so the loss cannot come in between
 
     @property
@@ -83,13 +84,11 @@ class Family:
 
     def makes_whole_logits(self, config: Mapping[str, Any]) -> bool:
         plain = self.plain_logits
-        return self.own_logits or any(
-            config.get(key, self.defaults.get(key, value)) != value for key, value in plain.items()
-        )
+        odd = any(config.get(key, self.defaults.get(key, value)) != value for key, value in plain.items())
+        return self.own_logits or odd or self.adds_router_loss(config)
 
     def adds_router_loss(self, config: Mapping[str, Any]) -> bool:
-        wanted = self.plain_logits == _NO_ROUTER_LOSS and bool(config.get("output_router_logits"))
-        return wanted and config.get("router_aux_loss_coef") != 0
+        return self.routes and bool(config.get("output_router_logits")) and config.get("router_aux_loss_coef") != 0
 
 
 def _linear(name: str, out: int, into: int, bias: bool = False, conv1d: bool = False) -> Iterator[Made]:
@@ -271,7 +270,6 @@ _GEMMA = {"head_dim": 256, "tie_word_embeddings": True, "hidden_act": "gelu_pyto
 _GEMMA2 = defaults_of(2304, 9216, 26, 8, 4, 256000, **_GEMMA)
 _GEMMA2_NAMES = {"hidden_act": "hidden_activation"}
 _UNCAPPED = {"final_logit_softcapping": None}
-_NO_ROUTER_LOSS = {"output_router_logits": False}
 FAMILIES: dict[str, Family] = {
     "llama": Family(*_LLAMA_NAMES, _llama, defaults_of(4096, 11008, 32, 32, None, 32000), reads=(*_BIASED, "mlp_bias")),
     "mistral": Family(*_LLAMA_NAMES, _llama, defaults_of(4096, 14336, 32, 32, 8, 32000)),
@@ -326,7 +324,7 @@ FAMILIES: dict[str, Family] = {
         _moe,
         defaults_of(4096, 14336, 32, 32, 8, 32000, num_local_experts=8, num_experts_per_tok=2),
         reads=(*_HEADS, *_EXPERTS),
-        plain_logits=_NO_ROUTER_LOSS,
+        routes=True,
         also={"num_experts": "num_local_experts"},
     ),
     "qwen2_moe": Family(
@@ -336,7 +334,7 @@ FAMILIES: dict[str, Family] = {
         | {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632},
         reads=(*_BIASED, *_EXPERTS, *_MLP_OF_EXPERTS, "shared_expert_intermediate_size"),
         names={"num_local_experts": "num_experts", "attention_bias": "qkv_bias"},
-        plain_logits=_NO_ROUTER_LOSS,
+        routes=True,
     ),
     "qwen3_moe": Family(
         *_LLAMA_NAMES,
@@ -344,7 +342,7 @@ FAMILIES: dict[str, Family] = {
         defaults_of(2048, 6144, 24, 32, 4, 151936, num_local_experts=128, num_experts_per_tok=8)
         | {"moe_intermediate_size": 768},
         reads=(*_BIASED, *_EXPERTS, *_MLP_OF_EXPERTS),
-        plain_logits=_NO_ROUTER_LOSS,
+        routes=True,
         also={"num_experts": "num_local_experts"},
     ),
     "gpt2": Family(

@@ -166,6 +166,7 @@ def test_only_a_learned_position_table_ends(case: str) -> None:
         ("granite", {"logits_scaling": 8.0}),
         ("mixtral", {}),
         ("mixtral", {"output_router_logits": True}),
+        ("mixtral", {"output_router_logits": True, "router_aux_loss_coef": 0.0}),
         ("qwen2_moe", {"output_router_logits": True}),
     ],
 )
@@ -176,6 +177,7 @@ def test_whole_logits_are_foreseen_where_the_loss_needs_them(kind: str, changes:
     config = AutoConfig.for_model(fields.pop("model_type"), **(TOKENS | fields))
     way = give_loss(AutoModelForCausalLM.from_config(config, dtype=torch.float32), 64)
     assert described.whole_logits == ("whole logits" in way)
+    assert described.router_loss == ("router loss" in way)
 
 
 def test_the_names_of_activations_are_transformers_own() -> None:

@@ -80,8 +80,7 @@ class Ration:
         first, self._first = self._first, False
         if in_a_row == 1:
             self._told = False
-        still = decision.scale_after >= decision.scale and not decision.blocks
-        urgent = decision.reason is Reason.LOSS or still
+        urgent = decision.reason is Reason.LOSS or decision.still
         news = urgent and not self._told
         self._told |= urgent
         return self._always or decision.exhausted or first or news or in_a_row % _OFTEN == 0

@@ -138,6 +138,11 @@ class Decision:
     exhausted: bool  # patience is used up: the run ends as diverged
     blocks: bool = False  # scales of blocks have fallen instead of the window's
 
+    @property
+    def still(self) -> bool:
+        """Whether no scale has fallen."""
+        return self.scale_after >= self.scale and not self.blocks
+
     def told(self, scaled: bool, fallen: Sequence[str] = ()) -> str:
         """Of a skipped attempt: why it was, and with a scale what became of that. fallen: blocks whose scales fell."""
         moved = f"scale {self.scale:g} -> {self.scale_after:g}"

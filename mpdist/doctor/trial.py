@@ -169,8 +169,7 @@ class Trial(Session):
         self.told.first = out.loss if self.told.first is None else self.told.first
         super().skipped(out, batch, again)
         decision = out.decision
-        still = decision.scale_after >= decision.scale and not decision.blocks
-        self._still = self._still + 1 if still else 0
+        self._still = self._still + 1 if decision.still else 0
         if self._still >= UNSCALED and decision.reason is not Reason.NO_LABELS:
             raise Diverged(f"{self._still} attempts in a row were skipped, the last for {decision.reason}")
 

@@ -107,8 +107,10 @@ def comparison(plan: Plan) -> list[str]:
 
 def _memory(plan: Plan) -> list[str]:
     if plan.peak_bytes is None or plan.states_bytes is None:
-        way = "" if plan.simulation is not None else "; --simulate plays the model itself, where it can be built"
-        return [f"memory     unknown by formula{way}", *(_verdict(plan) if plan.simulation is None else ())]
+        if plan.simulation is not None:
+            return ["memory     unknown by formula"]
+        way = "`mpdist plan --simulate` plays the model itself, where it can be built"
+        return [f"memory     unknown by formula; {way}", *_verdict(plan)]
     lines = ["", "memory of the rank that holds the most"]
     cells = []
     for row in plan.rows:

@@ -134,6 +134,7 @@ def test_no_verdict_is_an_answer_of_its_own(config: str, capsys: pytest.CaptureF
     bert = ("model.config.model_type=bert", "--memory", "1MiB")
     status, out, err = answers(capsys, config, *bert)
     assert status == 2
+    assert "unknown by formula; `mpdist plan --simulate` plays" in out  # a launch prints it as well
     assert "fits       unknown by formula" in out
     assert "no verdict on 1.00 MiB a rank" in err
     assert "model type 'bert' is not among those counted" in err

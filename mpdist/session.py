@@ -120,8 +120,7 @@ class Session:
         self.tracker = Tracker(wandb.mode, wandb.project, cfg.name, self.run.path, group=wandb.group,
                                config=self.resolved.values(), rank=self.rank, warn=self.warn)  # fmt: skip
         self.progress = self.progress_shown() if self.first else None
-        self.rate, self.busy = Rate(self.clock), Busy(self.device)
-        self.versions = environment()["versions"]
+        self.rate, self.busy, self.versions = Rate(self.clock), Busy(self.device), environment()["versions"]
         on_first(lambda: shelf.clear(self.run.checkpoints))  # a kill may have left a save half-done
         self.saver = Saver(
             self.run.checkpoints, background=cfg.checkpoint.background, hf=self.hf, published=self.published,

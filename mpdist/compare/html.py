@@ -14,6 +14,7 @@ from mpdist import paper
 from mpdist.compare import html_data, html_draw, text
 from mpdist.compare.tree import Comparison, Difference
 from mpdist.compare.verdict import times, within
+from mpdist.units import format_bytes
 
 # Every figure of a comparison that was not refused, by the id that it has on the page; residuals are `residual-ARM`.
 FIGURES = ("loss-steps", "loss-tokens", "loss-seconds", "step-time", "scale", "memory")
@@ -192,11 +193,15 @@ def _differs(kind: str, one: Difference) -> list[str]:
 def _environment(found: Comparison) -> str:
     """Of versions those that a training run imports come first as they were recorded."""
 
-    def shown(value: object) -> str:
+    def shown(key: str, value: object) -> str:
+        if key.endswith("_bytes") and isinstance(value, int):
+            return format_bytes(value)
+        if isinstance(value, bool):
+            return "yes" if value else "no"
         if isinstance(value, dict):
             return ", ".join(f"{name} {version}" for name, version in value.items())
         return ", ".join(map(str, value)) if isinstance(value, Sequence) and not isinstance(value, str) else str(value)
 
-    rows = [[escape(key.replace("_", " ")), escape(shown(value))] for key, value in found.environment.items()]
+    rows = [[escape(key.removesuffix("_bytes").replace("_", " ")), escape(shown(key, value))] for key, value in found.environment.items()]
     made = paper.table(["what surrounded the runs", ""], [rows], range(0))
     return paper.section("Environment", f'<div id="environment">{made}</div>', apart=False)

@@ -35,6 +35,9 @@ def test_every_figure_and_part_is_there_by_its_id(page: str) -> None:
     every = re.findall(r' id="([^"]+)"', page)
     assert len(every) == len(set(every)), "an id names one thing"
     assert {"verdicts", "guide", "differs", "environment"} < set(every)
+    around = unescape(re.sub(r"<[^>]+>", " ", page.split('id="environment"')[1]))
+    assert re.search(r"memory\s+32.00.GiB", around)
+    assert re.search(r"deterministic\s+yes", around)
 
 
 def test_the_page_says_what_the_terminal_says(page: str) -> None:

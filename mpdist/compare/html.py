@@ -202,6 +202,9 @@ def _environment(found: Comparison) -> str:
             return ", ".join(f"{name} {version}" for name, version in value.items())
         return ", ".join(map(str, value)) if isinstance(value, Sequence) and not isinstance(value, str) else str(value)
 
-    rows = [[escape(key.removesuffix("_bytes").replace("_", " ")), escape(shown(key, value))] for key, value in found.environment.items()]
+    rows = [
+        [escape(key.removesuffix("_bytes").replace("_", " ")), escape(shown(key, value))]
+        for key, value in found.environment.items()
+    ]
     made = paper.table(["what surrounded the runs", ""], [rows], range(0))
     return paper.section("Environment", f'<div id="environment">{made}</div>', apart=False)

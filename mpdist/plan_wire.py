@@ -39,14 +39,17 @@ def replica_levels(asked: Asked) -> Levels:
     return levels(asked.ranks // asked.shard_size, stride, asked.ranks // asked.nodes)
 
 
-def _exchange(asked: Asked, elements: int, ranks: int) -> int:
-    """Reduce-scatter of FP32 addends over one level: what is sent in the wire dtype, what is received."""
+def _exchange(asked: Asked, elements: int, ranks: int, room: bool = False) -> int:
+    """Reduce-scatter of FP32 addends over one level: what is sent in the wire dtype, what is received.
+
+    room: whether it is received where the move before has received, here and below.
+    """
     wire = bytes_of(asked.wire)
     sent = elements * wire if wire < 4 else 0
     if asked.by_backend:
         return sent + (elements // ranks * wire if wire < 4 else 0)
     summed = elements // ranks * wire if asked.sum == "wire" and wire < 4 else 0
-    return sent + elements * wire + summed
+    return sent + (0 if room else elements * wire) + summed
 
 
 def scattering(asked: Asked, elements: int, own: int) -> int:
@@ -68,7 +71,7 @@ def all_reduce_waits(asked: Asked, elements: int) -> int:
     return _all_reduce(asked, elements, replica_levels(asked))[1]
 
 
-def _all_reduce(asked: Asked, elements: int, group: Levels) -> tuple[int, int]:
+def _all_reduce(asked: Asked, elements: int, group: Levels, room: bool = False) -> tuple[int, int]:
     """(while it starts, until it is waited for)."""
     wire = bytes_of(asked.wire)
     cast = elements * wire if wire < 4 else 0
@@ -78,21 +81,22 @@ def _all_reduce(asked: Asked, elements: int, group: Levels) -> tuple[int, int]:
         padded = -(-elements // group.inner) * group.inner
         laid = 4 * padded if padded != elements else 0
         part = padded // group.inner
-        across = _all_reduce(asked, part, Levels(1, group.outer))
+        received = 0 if asked.by_backend else padded * wire
+        across = received + max(_all_reduce(asked, part, Levels(1, group.outer), room=received > 0))
         gathered = _gathering(asked, part, group.inner)
-        first = laid + 4 * part + max(_exchange(asked, padded, group.inner), max(across), gathered)
+        first = laid + 4 * part + max(_exchange(asked, padded, group.inner), across, gathered)
         return first, gathered
     n = group.size
     if asked.by_backend:
         return cast, cast
     if n == 2:
-        both = cast + 2 * elements * wire
+        both = cast + (0 if room else 2 * elements * wire)
         return both, both
     padded = -(-elements // n) * n
     laid = 4 * padded if padded != elements else 0
     part = padded // n
-    gathered = _gathering(asked, part, n)
-    return laid + 4 * part + max(_exchange(asked, padded, n), gathered), gathered
+    gathered = _gathering(asked, part, n) - (padded * wire if room else 0)
+    return laid + 4 * part + max(_exchange(asked, padded, n, room), gathered), gathered
 
 
 def _gathering(asked: Asked, part: int, ranks: int) -> int:

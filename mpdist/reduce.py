@@ -88,8 +88,8 @@ class Wire:
             # the node leaves each rank with the node's sum of the chunks of its peers on all nodes.
             by_local = inp.view(outer.size, inner.size, chunk).transpose(0, 1).reshape(-1)
             node_sum = torch.empty(outer.size * chunk, dtype=torch.float32, device=inp.device)
-            self._exchange(node_sum, by_local, inner)
-            self._exchange(out, node_sum, outer)
+            room = self._exchange(node_sum, by_local, inner)
+            self._exchange(out, node_sum, outer, room)
         if levels and self._sampling:
             self._sampling = False
             self._note(None, out)
@@ -225,8 +225,23 @@ class Wire:
 
     # -- the two moves ----------------------------------------------------------------------------------------
 
-    def _exchange(self, out: torch.Tensor, inp: torch.Tensor, level: Level) -> None:
-        """Reduce-scatter over one level. out: [n] FP32; inp: [size * n], any floating dtype."""
+    def _room(self, room: torch.Tensor | None, count: int, device: torch.device) -> torch.Tensor:
+        """Where to receive `count` elements: the buffer of the move before, if it is large enough.
+
+        gloo holds a buffer a moment longer than its work takes: with a new one for each move a rank would now and then
+        hold two.
+        """
+        if room is not None and room.numel() >= count:
+            return room[:count]
+        return torch.empty(count, dtype=self.wire, device=device)
+
+    def _exchange(
+        self, out: torch.Tensor, inp: torch.Tensor, level: Level, room: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """Reduce-scatter over one level. out: [n] FP32; inp: [size * n], any floating dtype.
+
+        Returns the buffer of what was received, if there is one: in the wire dtype, free to be written to.
+        """
         sent = self._cast(inp)
         self.bytes.add(sent, level)
         if self.by_backend:
@@ -234,10 +249,11 @@ class Wire:
             _scatter(received, sent, op=dist.ReduceOp.SUM, group=level.group)
             if received is not out:
                 out.copy_(received)
-            return
-        received = torch.empty_like(sent)
+            return None
+        received = self._room(room, sent.numel(), sent.device)
         dist.all_to_all_single(received, sent, group=level.group)
         self._sum(out, received.view(level.size, -1))
+        return received if room is None else room
 
     def _sum(self, out: torch.Tensor, addends: torch.Tensor, holders: int = 1) -> None:
         """out: [n] FP32 = sum over addends [ranks, n] in rank order, in FP32 or in the wire dtype."""
@@ -251,7 +267,9 @@ class Wire:
             if self._sampling:
                 self._note(_exact_sum(addends), out, holders)
 
-    def _all_reduce(self, tensor: torch.Tensor, levels: tuple[Level, ...]) -> Callable[[], None]:
+    def _all_reduce(
+        self, tensor: torch.Tensor, levels: tuple[Level, ...], room: torch.Tensor | None = None
+    ) -> Callable[[], None]:
         if not levels:
             return _done
         if len(levels) == 2:
@@ -263,17 +281,17 @@ class Wire:
             work = dist.all_reduce(sent, group=level.group, async_op=True)
             return lambda: _finish(work, tensor, sent)
         if level.size == 2:
-            return self._swap(tensor, level)
+            return self._swap(tensor, level, room)
         part = _padded(tensor, level.size)
         mine = torch.empty(part.numel() // level.size, dtype=torch.float32, device=tensor.device)
-        self._exchange(mine, part, level)
-        return self._gather_back(tensor, mine, level)
+        room = self._exchange(mine, part, level, room)
+        return self._gather_back(tensor, mine, level, room)
 
-    def _swap(self, tensor: torch.Tensor, level: Level) -> Callable[[], None]:
+    def _swap(self, tensor: torch.Tensor, level: Level, room: torch.Tensor | None) -> Callable[[], None]:
         """Between two ranks the addends cost no more than a reduce-scatter and a gather, and round only once."""
         sent = self._cast(tensor.reshape(-1))
         self.bytes.add(sent, level)
-        received = torch.empty(level.size * sent.numel(), dtype=self.wire, device=tensor.device)
+        received = self._room(room, level.size * sent.numel(), tensor.device)
         work = _gather(received, sent, group=level.group, async_op=True)
 
         def wait(sent: torch.Tensor = sent) -> None:  # holds the sent buffer until it has left
@@ -286,16 +304,16 @@ class Wire:
         inner, outer = levels
         part = _padded(tensor, inner.size)
         mine = torch.empty(part.numel() // inner.size, dtype=torch.float32, device=tensor.device)
-        self._exchange(mine, part, inner)
-        self._all_reduce(mine, (outer,))()
-        return self._gather_back(tensor, mine, inner, holders=outer.size)
+        room = self._exchange(mine, part, inner)
+        self._all_reduce(mine, (outer,), room)()
+        return self._gather_back(tensor, mine, inner, room, holders=outer.size)
 
     def _gather_back(
-        self, tensor: torch.Tensor, mine: torch.Tensor, level: Level, holders: int = 1
+        self, tensor: torch.Tensor, mine: torch.Tensor, level: Level, room: torch.Tensor | None, holders: int = 1
     ) -> Callable[[], None]:
         sent = self._cast(mine, holders)
         self.bytes.add(sent, level)
-        received = torch.empty(level.size * sent.numel(), dtype=self.wire, device=tensor.device)
+        received = self._room(room, level.size * sent.numel(), tensor.device)
         work = _gather(received, sent, group=level.group, async_op=True)
         return lambda: _finish(work, tensor, received[: tensor.numel()])
 

@@ -199,6 +199,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     ),
     "fsdp2 over 2 nodes": ({"ranks": 4, "nodes": 2, "global_": 16, "wire": "bf16"}, 2),
     "hsdp over 2 nodes": ({"ranks": 4, "nodes": 2, "replicas": 2, "global_": 16, "wire": "bf16"}, 2),
+    "ddp over 3 nodes": ({"ranks": 6, "nodes": 3, "global_": 24, "engine": "ddp", "stage": 0}, 3),
     "ddp over 2 nodes": ({"ranks": 4, "nodes": 2, "global_": 16, "engine": "ddp", "stage": 0, "wire": "bf16"}, 2),
     "zero-1": ({**ZERO, "ranks": 2, "global_": 16, "stage": 1, "when": "last"}, 1),
     "zero-2, full, bf16 wire": (

@@ -25,6 +25,7 @@ from mpdist.lock import Lock
 
 if TYPE_CHECKING:
     from mpdist.config import Resolved
+    from mpdist.config.compat import Difference
 
 METRICS: dict[str, str] = {
     "train/loss": "mean over the window's label tokens, all ranks",
@@ -62,6 +63,7 @@ EVENTS = frozenset(
     ("start", "skip", "scale", "save", "load", "resume", "stop", "drill", "warning", "finding", "end", "refused")
 )
 STATES = frozenset(("running", "done", "preempted", "diverged", "failed"))
+STOP = "STOP"  # a file of this name in the run directory ends the session as a signal would
 _ROW_KEYS = ("kind", "step", "attempt", "session")
 _RESERVE = ".reserve"  # room that a run holds, to say on a full disk how it ended
 _RESERVE_BYTES = 65536
@@ -371,20 +373,33 @@ def _existing(run: RunDir, resolved: Resolved) -> str:
     except ConfigError as error:
         why = f"its configuration is not one that this version of mpdist reads: {error.problems[0].what}"
         raise UsageError(f"{run.path} cannot be resumed", why, "choose another name for this run") from error
+    finished = (run.read_status() or {}).get("state") == "done"
     found = differences(old, resolved.values())
     refused = found.refused + [d for d in found.free if d.key == "checkpoint.resume" and _is_path(d.old, d.new)]
     if refused:
-        raise UsageError(
-            f"{run.path} holds a run of another configuration; it differs in (there -> now):\n    "
-            + "\n    ".join(map(str, refused)),
-            "a run that changed what it trains half-way would be neither the one nor the other",
-            "choose another name for the new run; checkpoint.resume=PATH starts it from a checkpoint of this one",
-        )
+        raise _another(run, refused, finished)
     more = [d for d in found.free if d.key.startswith("budget.")]
-    if (run.read_status() or {}).get("state") == "done" and not more:
+    if finished and not more:
         return "finished"
     run.changes = [str(d) for d in found.listed + more]
     return "resume"
+
+
+def _another(run: RunDir, refused: Sequence[Difference], finished: bool) -> UsageError:
+    why = f"a run that changed what it trains {'half-way ' * (not finished)}would be neither the one nor the other"
+    do = "choose another name for the new run; checkpoint.resume=PATH starts it from a checkpoint of this one"
+    if all(d.key.startswith("budget.") for d in refused):
+        why = (
+            "a run's budget may only grow, in its own unit, and only under a schedule that does not hang on it: "
+            "a constant one, or one with optim.horizon given from the start"
+        )
+        do += ", whose steps its budget counts too"
+    return UsageError(
+        f"{run.path} holds a run of another configuration; it differs in (there -> now):\n    "
+        + "\n    ".join(map(str, refused)),
+        why,
+        do,
+    )
 
 
 def moved(changes: Sequence[str], state: Mapping[str, Any], ranks: int, nodes: int) -> list[str]:
@@ -403,7 +418,7 @@ def _is_path(*values: Any) -> bool:
 def _refuse_foreign(run: RunDir) -> None:
     """A directory without config.yaml may hold what a launch leaves that failed early, or a submission, and no more."""
     if run.path.is_dir():
-        ours = {LOCK, _RESERVE, "sessions", "plan.json", "status.json", "slurm"}
+        ours = {LOCK, _RESERVE, "sessions", "plan.json", "status.json", "slurm", STOP}
         foreign = sorted(p.name for p in run.path.iterdir() if p.name not in ours and not p.name.endswith(".aside"))
         if not foreign:
             return

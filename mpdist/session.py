@@ -28,12 +28,11 @@ from mpdist.evaluation import mean_loss
 from mpdist.feed import Batch
 from mpdist.outcome import Outcome, Progressed
 from mpdist.precision import Decision, Reason
-from mpdist.record import moved, open_run, read_metrics, standing
+from mpdist.record import STOP, moved, open_run, read_metrics, standing
 from mpdist.saver import Saver
 from mpdist.scale import best_static, events, health_of
 from mpdist.telemetry import Telemetry, by_name
 from mpdist.track import Progress, Tracker
-from mpdist.worker import STOP
 
 if TYPE_CHECKING:
     from mpdist.config import Resolved

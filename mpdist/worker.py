@@ -19,15 +19,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from mpdist import blame, hub, interface, slurm, watch
 from mpdist.errors import Diverged, MachineError, MpdistError
 from mpdist.lines import no_room
-from mpdist.record import RunDir
+from mpdist.record import STOP, RunDir
 
 if TYPE_CHECKING:
     from mpdist.config import Resolved
     from mpdist.world import World
 
 _CAUSE_S = 2.0  # for the end of a lost rank to show
-
-STOP = "STOP"  # a file of this name in the run directory ends the session as a signal would
 
 
 class Seat:

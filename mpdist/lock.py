@@ -58,7 +58,7 @@ class Lock:
                     done = True
                     return cls(path, fd, _write(fd))
                 if owner or late:
-                    raise _refusal(folder, owner or {})
+                    raise refusal(folder, owner or {})
             finally:
                 if not done:
                     os.close(fd)
@@ -203,17 +203,20 @@ def _started(pid: int) -> str | None:
     return "alive"
 
 
-def _refusal(folder: Path, owner: dict[str, Any]) -> UsageError:
+def refusal(folder: Path, owner: dict[str, Any]) -> UsageError:
+    """What is said of a folder that a live run holds. owner: as `holder` gives it."""
     host, pid = owner.get("host", "an unknown host"), owner.get("pid", "unknown")
-    what = f"{folder} is in use by a live run: pid {pid} on {host}"
+    job = (owner.get("slurm") or [None])[0]
+    what = f"{folder} is in use by a live run: pid {pid} on {host}{f', of Slurm job {job}' * bool(job)}"
     if host != platform.node():
+        ask = f" (squeue --job={job} can tell); scancel {job} ends it" if job else ""
         return UsageError(
             what,
             f"whether that run still lives cannot be told from {platform.node()}",
-            f"wait for it; if it has surely ended, remove {folder / NAME} and launch again",
+            f"wait for it{ask}; if it has surely ended, remove {folder / NAME} and launch again",
         )
     return UsageError(
         what,
         "two runs in one directory would overwrite each other's checkpoints",
-        f"wait for it, stop it (kill -TERM {pid}), or give this run another name",
+        f"wait for it, stop it ({f'scancel {job}' if job else f'kill -TERM {pid}'}), or give this run another name",
     )

@@ -17,15 +17,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpdist import slurm, watch
-from mpdist.errors import MachineError, Preempted, UsageError
+from mpdist.errors import DoesNotFit, MachineError, MpdistError, Preempted, UsageError
 from mpdist.lines import dump, read_json, write_atomic
-from mpdist.record import RunDir
+from mpdist.lock import holder, refusal
+from mpdist.record import RunDir, standing
 from mpdist.sweep_file import NAME as SWEEP
 
 if TYPE_CHECKING:
     from mpdist.config import Resolved
 
 NAME = "requeues.json"
+_REFUSED = (UsageError.status, DoesNotFit.status)
+_SIGNALS = 128  # from this exit status on, a signal ended srun's worst task
 _STATUS = {"done": 0, "preempted": Preempted.status, "diverged": 5, "failed": 1}
 
 
@@ -39,9 +42,9 @@ def run(resolved: Resolved, step_status: int) -> int:
     status = run_dir.read_status() or {}
     session = int(status.get("session") or 0)
     env = read_json(run_dir.session_path(session) / "env.json") or {}
-    mine = (env.get("slurm") or {}).get("job"), (env.get("slurm") or {}).get("restart")
-    if mine != (job["job"], job["restart"]):  # refused, or finished before: what stands there is another start's
-        return step_status
+    found = env.get("slurm") or {}
+    if (found.get("job"), found.get("restart")) != (job["job"], job["restart"]):
+        return _other(resolved, run_dir, job, found, step_status) if step_status else 0
     state, code = status.get("state"), status.get("exit")
     # A rank that raised has said so (status 1); one whose node is gone is killed or silent to the others, or to srun alone.
     cut_short = state == "running" or (state == "failed" and code == MachineError.status)
@@ -55,6 +58,46 @@ def run(resolved: Resolved, step_status: int) -> int:
     if state == "running":
         return step_status or 1
     return int(_STATUS[str(state)] if code is None else code)
+
+
+def _other(
+    resolved: Resolved, run_dir: RunDir, job: Mapping[str, Any], found: Mapping[str, Any], step_status: int
+) -> int:
+    """What stands there is another start's: this one was refused, or the configuration names another run by now."""
+    if step_status in _REFUSED:  # the launcher's last words say why
+        return step_status
+    if step_status > _SIGNALS and (cause := _refusal(resolved, run_dir, job)):  # srun has ended the refused one's peers
+        _say(f"job {job['job']} was refused, and is not queued again: {cause}")
+        return cause.status
+    last = f"the last one there is job {found['job']}, restart {found['restart']}" if found else "no job is"
+    _say(
+        f"job {job['job']} is not queued again: {resolved.path} names the run {run_dir.path}\n"
+        f"  why: this start of the job (restart {job['restart']}) is not on record there: {last}; it ended before its run "
+        "began, or the configuration was edited since\n"
+        "  do:  if it was edited, put name and out_dir back and submit it again; it goes on from what was saved"
+    )
+    return step_status
+
+
+def _refusal(resolved: Resolved, run_dir: RunDir, job: Mapping[str, Any]) -> MpdistError | None:
+    """Why a launch of this run is refused now, as far as its directory says."""
+    try:
+        standing(resolved, {})
+    except MpdistError as error:
+        return error
+    owner = holder(run_dir.path)
+    return refusal(run_dir.path, owner) if owner and (owner.get("slurm") or [None])[0] != job["job"] else None
+
+
+def unreadable(config: str, error: MpdistError, step_status: int) -> int:
+    """As `run`, where the configuration no longer loads. Raises UsageError outside of a job."""
+    job = _job()
+    _say(
+        f"{error}\n"
+        f"mpdist: job {job['job']} is not queued again: {config} does not load any more (srun's status is {step_status}); "
+        "mend it and submit it again to go on"
+    )
+    return step_status
 
 
 def run_sweep(resolved: Resolved, step_status: int) -> int:

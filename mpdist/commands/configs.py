@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from mpdist.commands.words import (
     OVERRIDES,
     Parser,
-    load_config,
+    load_seeded,
     parse,
     positive,
     with_config,
+    with_seed,
 )
 
 
@@ -29,6 +30,7 @@ def config(argv: Sequence[str]) -> int:
     what.add_argument("--yaml", action="store_true", help="print the resolved values as a file that loads again")
     what.add_argument("--schema", action="store_true", help="print the JSON schema of a configuration file")
     what.add_argument("--reference", action="store_true", help="print every key as a Markdown table")
+    with_seed(parser)
     _with_sources(parser)
     arguments = parse(parser, argv)
     files = {name: getattr(arguments, f"from_{name}") for name in _SOURCES}
@@ -42,7 +44,7 @@ def config(argv: Sequence[str]) -> int:
         return _print_schema(arguments.schema)
     if arguments.config is None:
         parser.error("which configuration? give CONFIG, --schema or --reference")
-    resolved = load_config(arguments)
+    resolved = load_seeded(arguments)
     print(resolved.to_yaml() if arguments.yaml else resolved.to_text(), end="" if arguments.yaml else "\n")
     return 0
 

@@ -20,6 +20,7 @@ from mpdist.commands.words import (
     with_seed,
     with_world,
 )
+from mpdist.errors import UsageError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -121,9 +122,12 @@ def requeue(argv: Sequence[str]) -> int:
         help="srun's, where the run has left no status of its own",
     )
     arguments = parse(parser, argv)
-    resolved = load_seeded(arguments)
     from mpdist import requeue
 
+    try:
+        resolved = load_seeded(arguments)
+    except UsageError as error:
+        return requeue.unreadable(arguments.config, error, arguments.step_status)
     return (requeue.run_sweep if arguments.sweep else requeue.run)(resolved, arguments.step_status)
 
 

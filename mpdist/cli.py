@@ -68,7 +68,8 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
 }
 
 
-# These do more than print: a broken pipe may be one of theirs, and is never a success.
+_BROKEN_PIPE = 141  # what a shell says of a program that SIGPIPE ended
+# These do more than print: one that a broken pipe has cut short is no success.
 _WORKING = ("launch", "submit", "requeue", "sweep", "fetch", "prepare", "export")
 
 
@@ -92,17 +93,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         status = reported(lambda: _dispatch(arguments))
+    except BrokenPipeError:
+        if not _nobody_reads():  # a pipe to another process than the reader of what is printed
+            raise
+        status = _BROKEN_PIPE if arguments and arguments[0] in _WORKING else 0
+    finally:
+        _flush()
+    gc.freeze()  # the process ends here: the interpreter need not search all of it for garbage first
+    return status
+
+
+def _nobody_reads() -> bool:
+    """Whether stdout is a pipe whose reader has gone (`mpdist config ... | head`)."""
+    import select
+
+    watch = select.poll()
+    try:
+        watch.register(sys.stdout.fileno(), 0)
+    except (OSError, ValueError):  # what stands in for it in a test is no file
+        return False
+    return any(event & select.POLLERR for _, event in watch.poll(0))
+
+
+def _flush() -> None:
+    """What is left to print, else the interpreter would complain where nobody reads it. The work has its status by now."""
+    if sys.stdout is None:  # closed by the shell: `>&-`
+        return
+    try:
         sys.stdout.flush()
     except BrokenPipeError:
-        if arguments and arguments[0] in _WORKING:
-            raise
-        # The reader has gone (`mpdist config ... | head`). Python would complain once more when it closes stdout.
         import os
 
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = 0
-    gc.freeze()  # the process ends here: the interpreter need not search all of it for garbage first
-    return status
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -1,11 +1,15 @@
 """A run handed to Slurm: the argument list of sbatch, what is refused before it waits in a queue, what is kept of it.
 
 The job runs slurm/train.sbatch, which works with plain sbatch as well. Arguments are a list from here to the rank: no
-shell reads them. What is submitted is kept in OUT_DIR/NAME/slurm/0001: script, arguments, names of variables.
+shell reads them. What is submitted is kept in OUT_DIR/NAME/slurm/0001: configuration, script, arguments, names of
+variables. The job reads the configuration that is kept there, at each of its starts and ends, so that the file of which
+it was made may be edited meanwhile.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 import os
 import platform
@@ -15,23 +19,28 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpdist import arch, cluster, shipped, slurm
 from mpdist.env import environment, mask
-from mpdist.errors import MachineError
+from mpdist.errors import MachineError, UsageError
 from mpdist.inputs import check_inputs
-from mpdist.lines import dump, write_atomic
+from mpdist.lines import dump, read_json, write_atomic
+from mpdist.lock import holder
 from mpdist.plan import make
-from mpdist.record import standing
+from mpdist.record import STOP, standing
+from mpdist.supervise import say
 
 if TYPE_CHECKING:
     from mpdist.config import Resolved
 
 SCRIPT = "slurm/train.sbatch"
+CONFIG = "config.yaml"
+_ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",
+          "TIMEOUT")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -46,12 +55,16 @@ class Asked:
 def run(resolved: Resolved, asked: Asked, dry_run: bool) -> int:
     """Submit a run to Slurm, or show what would be; the exit status. Raises UsageError, DoesNotFit or MachineError."""
     cfg = resolved.config
-    names = [cfg.name] if cfg.slurm.array is None else [f"{cfg.name}-seed{k}" for k in seeds(cfg.slurm.array)]
     if cfg.slurm.array is None:
         run_dir, mode = standing(resolved, {})
         if mode == "finished":
-            print(f"{run_dir.path} is finished: nothing to do")
+            say(f"{run_dir.path} is finished: nothing to do")
+            say(f"to train on from its end: name=NEW checkpoint.resume={run_dir.path}, with a larger budget")
             return 0
+    runs = _runs(resolved)
+    if cfg.slurm.dependency is None:  # else it waits for what is there now
+        _refuse_second(runs)
+        _refuse_stopped(runs)
     gpus = gpus_of(resolved)
     plan = make(
         cfg,
@@ -64,25 +77,26 @@ def run(resolved: Resolved, asked: Asked, dry_run: bool) -> int:
     )
     plan.require_fit()
     check_inputs(resolved)
-    command = arguments(resolved, asked)
+    kept = Path(os.path.abspath(cfg.out_dir)) / cfg.name / slurm.FOLDER
     cluster.check(resolved, gpus)
     where = f"{cfg.launch.nodes} node{'s' * (cfg.launch.nodes != 1)} x {_ranks(resolved, gpus)} ranks"
     if dry_run:
-        print(
-            f"{where}; it would submit, in {os.getcwd()}:\n\n{shlex.join(command)}\n\n{SCRIPT}:\n\n{_script()}", end=""
-        )
+        command = arguments(resolved, _next(kept) / CONFIG)
+        script = _script().removesuffix("\n")
+        say(f"{where}; it would submit, in {os.getcwd()}:\n\n{shlex.join(command)}\n\n{SCRIPT}:\n\n{script}")
         return 0
     if not gpus and cfg.launch.device == "auto":
-        print(
+        say(
             "warning: no GPUs are asked for (slurm.gpus_per_node), so these are CPU ranks; launch.device=cpu says that it is meant"
         )
-    job = _submit(command, [Path(cfg.out_dir) / name for name in names])
-    print(_told(job, where, resolved, [Path(cfg.out_dir) / name for name in names], asked))
+    place = _place(kept)
+    job = _submit(arguments(resolved, place / CONFIG), resolved, place, runs)
+    say(_told(job, where, resolved, asked))
     return 0
 
 
-def arguments(resolved: Resolved, asked: Asked) -> list[str]:
-    """sbatch and all that it is given; the script's own arguments last."""
+def arguments(resolved: Resolved, config: Path) -> list[str]:
+    """sbatch and all that it is given; the script's own argument, the configuration that is kept, last."""
     cfg, ask = resolved.config, resolved.config.slurm
     words = ["sbatch", "--parsable", f"--job-name={cfg.name}", f"--nodes={cfg.launch.nodes}", "--ntasks-per-node=1"]
     gpus = gpus_of(resolved) if ask.gres is None else None
@@ -104,7 +118,7 @@ def arguments(resolved: Resolved, asked: Asked) -> list[str]:
     words += ["--kill-on-invalid-dep=yes"] if ask.dependency else []
     words += [f"--signal=USR1@{round(ask.signal_lead)}", "--requeue", "--open-mode=append"]
     words += [f"--output={log_pattern(Path(os.path.abspath(cfg.out_dir)), cfg.name, ask.array is not None)}"]
-    return [*words, *ask.extra, str(shipped.root() / SCRIPT), asked.config, *asked.overrides]
+    return [*words, *ask.extra, str(shipped.root() / SCRIPT), str(config)]
 
 
 def limit(seconds: float) -> str:
@@ -153,25 +167,76 @@ def _script() -> str:
     return (shipped.root() / SCRIPT).read_text(encoding="utf-8")
 
 
-def _submit(command: Sequence[str], runs: Sequence[Path]) -> str:
-    """The job's id, with all that was submitted kept beside each run. Raises MachineError where sbatch refuses."""
+def _runs(resolved: Resolved) -> dict[str, Path]:
+    """The runs of the job by its array's index; by "" without an array."""
+    cfg = resolved.config
+    if cfg.slurm.array is None:
+        return {"": Path(cfg.out_dir) / cfg.name}
+    return {str(seed): Path(cfg.out_dir) / f"{cfg.name}-seed{seed}" for seed in seeds(cfg.slurm.array)}
+
+
+def _refuse_second(runs: dict[str, Path]) -> None:
+    """Raises UsageError where a job of the same run waits or runs, as far as Slurm can be asked."""
+    for run in runs.values():
+        for job in _jobs(run):
+            known = slurm.ask("job", job) or {}
+            state = known.get("JobState", "COMPLETED")
+            if state in _ENDED or not known.get("UserId", f"({os.getuid()})").endswith(f"({os.getuid()})"):
+                continue
+            raise UsageError(
+                f"{run} is the run of job {job}, which is {state}",
+                "a second job of the same run would find its directory in use, or go on behind it",
+                f"wait for it, end it (scancel {job}), or queue behind it: --dependency=afterany:{job}",
+            )
+
+
+def _jobs(run: Path) -> Iterator[str]:
+    """The jobs that a run was submitted as, newest first, and the one that holds its directory."""
+    for path in sorted((run / slurm.FOLDER).glob("*/submission.json"), reverse=True):
+        kept = read_json(path) or {}
+        job, task = kept.get("job"), kept.get("task", "")
+        if job and task is not None:  # None: of an array, whose runs have their own
+            yield f"{job}_{task}" if task else str(job)
+    held = (holder(run) or {}).get("slurm")
+    if held:
+        yield str(held[0])
+
+
+def _refuse_stopped(runs: dict[str, Path]) -> None:
+    found = [run / STOP for run in runs.values() if (run / STOP).exists()]
+    if found:
+        raise UsageError(
+            f"{found[0]} is there{f', and {len(found) - 1} others like it' * (len(found) > 1)}",
+            "the run would stop as soon as it has started",
+            shlex.join(["rm", *map(str, found)]),
+        )
+
+
+def _submit(command: Sequence[str], resolved: Resolved, kept: Path, runs: dict[str, Path]) -> str:
+    """The job's id, with all that was submitted kept. Raises MachineError where sbatch refuses.
+
+    kept: the folder of this submission; of an array, each run has one of its own beside.
+    """
     if shutil.which("sbatch") is None:
+        _take_back([kept])
         raise MachineError(
             "sbatch is not in PATH",
             "this machine submits nothing to Slurm",
             "go to a login node; --dry-run works anywhere",
         )
-    kept = {
+    what = {
         "time": time.time(),
         "host": platform.node(),
         "folder": os.getcwd(),
         "arguments": [mask(word) for word in command],
         "variables": environment()["variables"],
     }
-    places = [_place(run / slurm.FOLDER) for run in runs]
-    for place in places:
+    places: dict[Path, str | None] = {kept: None}
+    places |= {kept if task == "" else _place(run / slurm.FOLDER): task for task, run in runs.items()}
+    for place, task in places.items():
         write_atomic(place / "train.sbatch", _script())
-        write_atomic(place / "submission.json", dump({**kept, "job": None}, indent=1) + "\n")
+        write_atomic(place / CONFIG, resolved.to_yaml())
+        write_atomic(place / "submission.json", dump({**what, "task": task, "job": None}, indent=1) + "\n")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # this mpdist, active or not
     done = subprocess.run(
         list(command),
@@ -182,46 +247,63 @@ def _submit(command: Sequence[str], runs: Sequence[Path]) -> str:
         check=False,
     )
     if done.returncode:
-        for place in places:
-            shutil.rmtree(place)
-            for folder in (place.parent, place.parent.parent):
-                if folder.is_dir() and not any(folder.iterdir()):
-                    folder.rmdir()
+        _take_back(places)
         raise MachineError(
             f"sbatch refuses: {done.stderr.strip() or f'status {done.returncode}'}", "", "nothing was submitted"
         )
     if done.stderr.strip():
         print(done.stderr.strip(), file=sys.stderr)
     job = done.stdout.strip().partition(";")[0]
-    for place in places:
-        write_atomic(place / "submission.json", dump({**kept, "job": job}, indent=1) + "\n")
+    for place, task in places.items():
+        write_atomic(place / "submission.json", dump({**what, "task": task, "job": job}, indent=1) + "\n")
+        if task:  # so that a pattern finds the log before the task has started
+            (place.parent / f"{job}_{task}.log").touch()
     return job
+
+
+def _take_back(places: Iterable[Path]) -> None:
+    for place in places:
+        shutil.rmtree(place)
+        for folder in (place.parent, place.parent.parent):
+            if folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
+
+
+def _next(folder: Path) -> Path:
+    """The first number that is free there."""
+    return next(folder / f"{n:04d}" for n in itertools.count(1) if not (folder / f"{n:04d}").exists())
 
 
 def _place(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    number = 1
     while True:
-        try:
-            (folder / f"{number:04d}").mkdir()
-            return folder / f"{number:04d}"
-        except FileExistsError:
-            number += 1
+        place = _next(folder)
+        with contextlib.suppress(FileExistsError):  # another submission was quicker
+            place.mkdir()
+            return place
 
 
-def _told(job: str, where: str, resolved: Resolved, runs: Sequence[Path], asked: Asked) -> str:
-    cfg = resolved.config
+def _told(job: str, where: str, resolved: Resolved, asked: Asked) -> str:
+    cfg, count = resolved.config, len(_runs(resolved))
+    signs = {"%%": "%", "%j": job, "%A": job, "%a": "\0"}
     log = log_pattern(Path(cfg.out_dir), cfg.name, cfg.slurm.array is not None)
-    for sign, text in (("%j", job), ("%A", job), ("%a", "*"), ("%%", "%")):
-        log = log.replace(sign, text)
-    run = str(runs[0]) if len(runs) == 1 else f"{runs[0].parent}/{cfg.name}-seed*"
-    log, run = (text if "*" in text else shlex.quote(text) for text in (log, run))
+    log = _quoted(log if "\\" in log else re.sub("%[%jAa]", lambda m: signs[m[0]], log))
+    run = str(Path(cfg.out_dir) / cfg.name)
+    stop = f"touch {shlex.quote(f'{run}/{STOP}')}"
+    if cfg.slurm.array is not None:
+        stop = f'for d in {shlex.quote(f"{run}-seed")}*; do touch "$d/{STOP}"; done'
     again = shlex.join(["mpdist", "submit", asked.config, *asked.overrides])
     lines = (
-        f"submitted job {job}: {where}{f', {len(runs)} seeds' if len(runs) > 1 else ''}",
+        f"submitted job {job}: {where}{f', {count} seeds' if count > 1 else ''}",
         f"  watch:   squeue --job={job}; tail -F {log}",
-        f"  stop:    touch {run}/STOP saves and ends; scancel {job} leaves it KillWait seconds to save",
+        f"  stop:    {stop}",
+        f"           saves and ends; scancel {job} leaves it KillWait seconds to save",
         f"  resume:  by itself after a time limit or a preemption (slurm.requeues = {cfg.slurm.requeues}); else",
         f"           {again}",
     )
     return "\n".join(lines)
+
+
+def _quoted(text: str) -> str:
+    """For a shell, in which each NUL is to be any text."""
+    return "*".join(shlex.quote(part) if part else "" for part in text.split("\0"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from typing import Any
 
 from mpdist.errors import UsageError
 
@@ -91,3 +92,40 @@ def parse_duration(text: str | int | float) -> float:
         "a length of time is numbers with units, largest first: d, h, m, s, ms; or a number of seconds",
         "write it like 10m or 2h30m",
     )
+
+
+def parse_time_limit(text: Any) -> Any:
+    """A job's time limit in seconds: a length of time, or one of Slurm's own forms, M:S to D-H:M:S.
+
+    A whole number is minutes to Slurm and seconds to `parse_duration`: UsageError. What is neither is given back.
+    """
+    word = str(text).strip()
+    if re.fullmatch(r"\d+", word, re.ASCII) and int(word):  # a frozen configuration has a number with a point
+        raise UsageError(
+            f"{word} is not a time limit",
+            f"Slurm would take it for minutes ({int(word) / 60:.4g} hours), and a bare length is seconds here "
+            f"({int(word) / 60:.4g} minutes)",
+            f"write {word}m or {word}s",
+        )
+    match = re.fullmatch(r"(?:(\d+)-(\d+)(?::(\d+))?(?::(\d+))?|(?:(\d+):)?(\d+):(\d+))", word, re.ASCII)
+    if match is None or not isinstance(text, str):
+        return text
+    days, *clock = (int(part or 0) for part in match.groups())
+    hours, minutes, seconds = (a + b for a, b in zip(clock[:3], clock[3:], strict=True))
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def parse_node_memory(text: Any) -> Any:
+    """A node's memory, as text for `parse_bytes`. Slurm's own units are of 1024: 200G -> 200GiB; 0 is all.
+
+    Another bare number is MiB to Slurm and bytes to `parse_bytes`: UsageError. What is no amount is given back.
+    """
+    word = str(text).strip()
+    if re.fullmatch(r"\d+", word, re.ASCII) and int(word):
+        why = "it lacks its unit: Slurm would take it for MiB, and a bare amount is bytes here"
+        raise UsageError(f"{word} is not an amount of memory", why, f"write {word}M, or with its unit, such as 200GiB")
+    if match := re.fullmatch(r"(\d+)([kmgt])", word, re.ASCII | re.IGNORECASE):
+        return f"{match[1]}{match[2].upper()}iB"
+    if isinstance(text, str):
+        parse_bytes(text)
+    return "0" if text == 0 and text is not False else text

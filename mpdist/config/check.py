@@ -254,10 +254,10 @@ def _problem(tree: Tree, path: Path, kind: str, message: str) -> MpdistError:
             f"{name} is not given", f"it has no default: {key.description}", f"add `{name}`: {key.expects}"
         )
     value = _get(tree.value, path)
-    why = f"it has to be {key.expects}"
-    if kind == "value_error" and value != "":
-        why = message.removeprefix("Value error, ")
-    do = f"give {name} {key.expects}" if kind == "value_error" else "correct the value, or take the key out"
+    why, do = f"it has to be {key.expects}", "correct the value, or take the key out"
+    if kind == "value_error":
+        said, _, cure = message.removeprefix("Value error, ").partition("\n")  # the cure where the check has its own
+        why, do = said if value != "" else why, cure or f"give {name} {key.expects}"
     if isinstance(value, str) and value.lower() in ("yes", "no", "on", "off") and "true or false" in key.expects:
         do = f"YAML 1.2 reads {value} as text; write {'true' if value.lower() in ('yes', 'on') else 'false'}"
     elif isinstance(value, str) and (word := _OTHER_WORDS.get(value.lower(), "")) and word in key.expects:

@@ -4,6 +4,7 @@ Annotations are live objects here, not text: pydantic would compile each text ag
 """
 
 import re
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -17,7 +18,8 @@ from pydantic import (
     model_validator,
 )
 
-from mpdist.units import parse_bytes, parse_duration
+from mpdist.errors import UsageError
+from mpdist.units import parse_duration, parse_node_memory, parse_time_limit
 
 DEFAULT_STAGE = {"ddp": 0, "fsdp2": 3, "deepspeed": 2}
 
@@ -51,12 +53,20 @@ def _checkpointing(value: str) -> str:
     return value
 
 
-def _memory(value: str) -> str:
+def _time_limit(value: Any) -> Any:
+    return _cured(parse_time_limit, value)
+
+
+def _memory(value: Any) -> Any:
+    return _cured(parse_node_memory, value)
+
+
+def _cured(parse: Callable[[Any], Any], value: Any) -> Any:
+    """With the parser's own cure, behind a line break."""
     try:
-        parse_bytes(value)
-    except Exception as error:
-        raise ValueError(getattr(error, "why", str(error))) from None
-    return value
+        return parse(value)
+    except UsageError as error:
+        raise ValueError(f"{error.why}\n{error.do}") from None
 
 
 def _array(value: str) -> str:
@@ -342,14 +352,16 @@ class Slurm(Section):
     partition: Text | None = Field(None, description="The partition, or several: `a,b`.")
     qos: Text | None = Field(None, description="The quality of service.")
     constraint: Text | None = Field(None, description="Features that the nodes must have, such as `h100&nvlink`.")
-    time: Seconds | None = Field(None, description="The time limit of one start of the job, such as 12h.")
+    time: Annotated[Seconds, BeforeValidator(_time_limit)] | None = Field(
+        None, description="The time limit of one start of the job, such as 12h, or as Slurm writes it: 12:00:00."
+    )
     gpus_per_node: Count | None = Field(
         None, description="GPUs of each node; null asks for launch.ranks where launch.device is cuda."
     )
     gres: Text | None = Field(None, description="Generic resources of each node, such as `gpu:h100:8`.")
     cpus_per_node: Count | None = Field(None, description="CPUs of each node, which its ranks share.")
-    mem: Annotated[str, AfterValidator(_memory)] | None = Field(
-        None, description="Memory of each node, such as 200GiB; 0 is all of it."
+    mem: Annotated[str, BeforeValidator(_memory)] | None = Field(
+        None, description="Memory of each node, such as 200GiB, or as Slurm writes it: 200G; 0 is all of it."
     )
     exclusive: bool = Field(False, description="Whether the nodes are for this job alone.")
     signal_lead: Annotated[Seconds, Field(ge=1, le=65535)] = Field(

@@ -125,6 +125,17 @@ def test_another_configuration_is_refused_with_every_difference(tmp_path: Path) 
     assert contents(run.path) == before
 
 
+def test_a_budget_that_may_not_grow_is_refused_with_the_rule_that_would_let_it(tmp_path: Path) -> None:
+    begun(tmp_path, state="done")
+    with pytest.raises(UsageError, match=r"a constant one, or one with optim\.horizon") as refusal:
+        open_run(ask(tmp_path, "budget.steps=5"), {})
+    assert "half-way" not in str(refusal.value)
+    with pytest.raises(UsageError) as refusal:
+        open_run(ask(tmp_path, "seed=1", "budget.steps=20"), {})
+    assert "half-way" not in str(refusal.value), "it is finished"
+    assert "optim.horizon" not in str(refusal.value)
+
+
 def test_another_cut_of_the_batch_resumes_and_is_listed(tmp_path: Path) -> None:
     begun(tmp_path, state="preempted")
     run, mode = open_run(ask(tmp_path, "batch.micro=2", "track.every=1"), {})

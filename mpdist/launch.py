@@ -161,6 +161,7 @@ def _lead(
 ) -> int:
     """The node of rank 0: it owns the run directory."""
     from mpdist.env import environment
+    from mpdist.record import STOP
 
     place = with_free_port(place)
     command = torchrun(place, worker, run_dir.config_path, timeout)
@@ -171,6 +172,8 @@ def _lead(
     folder = run_dir.session_path()
     say(f"{'resuming' if mode == 'resume' else 'running'} in {run_dir.path}, session {session}")
     say(f"OMP_NUM_THREADS={place.threads} ({place.threads_why})")
+    if (run_dir.path / STOP).exists():
+        say(f"warning: {run_dir.path / STOP} is there: this session will stop after its first step")
     variables = {**os.environ, "OMP_NUM_THREADS": str(place.threads), watch.SESSION: str(session)}
     child = Child(command, variables, folder / "logs" / "torchrun.log", heard, timeout, _noting(run_dir))
 
@@ -445,6 +448,8 @@ def _said(run_dir: RunDir, status: Mapping[str, Any], child: Child) -> int:
         print(f"warning: after the run was {state}, rank {report.rank} failed: {message}", file=sys.stderr, flush=True)
     code = status.get("exit")
     code = _ENDS[state] if code is None else int(code)
+    if run_dir.rank and slurm.task(os.environ) and state != "diverged":
+        return code  # the first node's launcher says it, in the same log
     if state == "preempted":
         say(f"stopped early at step {step}, everything is saved; launch again to go on")
     elif state == "diverged":

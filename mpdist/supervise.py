@@ -153,8 +153,9 @@ class Child:
             return
         if not self._asked:
             name = signal.Signals(self._heard[0][0]).name
-            ender = "INT" if watch.repeated(signal.SIGTERM) else "INT or TERM"
-            _interrupt(f"{name}: stopping at the next step boundary; a second {ender} ends the run at once")
+            # In a step of Slurm's nobody can send one.
+            more = "" if watch.repeated(signal.SIGTERM) else "; a second INT or TERM ends the run at once"
+            _interrupt(f"{name}: stopping at the next step boundary{more}")
             self._asked = True
         if time.monotonic() - self._asked_at > _ASK_S:
             self._asked_at = time.monotonic()

@@ -130,6 +130,14 @@ Start = Callable[..., Launched]
 # -- good ends --------------------------------------------------------------------------------------------------------
 
 
+def test_a_stop_that_lies_there_is_said_at_the_start(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "runs/a").mkdir(parents=True)
+    (tmp_path / "runs/a/STOP").touch()
+    run = start({"steps": 3})
+    assert run.end() == 0, run.err
+    assert f"warning: {run.run}/STOP is there" in run.out
+
+
 def test_c88_two_jobs_at_once_need_no_port(start: Start) -> None:
     one, two = start({"steps": 3}, folder="one"), start({"steps": 3}, folder="two")
     for run in (one, two):

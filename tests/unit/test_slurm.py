@@ -217,6 +217,32 @@ def test_a_second_term_under_slurm_asks_for_no_end_at_once(monkeypatch: pytest.M
     assert stop.asked == "SIGTERM"
 
 
+@pytest.mark.parametrize("in_a_step", [True, False])
+def test_a_jobs_log_says_nothing_that_only_a_terminal_needs_and_its_end_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], in_a_step: bool
+) -> None:
+    """All nodes' launchers write into one log there, and nobody can send a second INT."""
+    import signal
+
+    from mpdist import launch, supervise
+    from mpdist.record import RunDir
+
+    for name, value in STEP.items():
+        if in_a_step:
+            monkeypatch.setenv(name, value)
+        else:
+            monkeypatch.delenv(name, raising=False)
+    child = supervise.Child([], {}, tmp_path / "log", [(signal.SIGUSR1, time.monotonic())], 60.0, lambda *_: None)
+    child._serve_signals()
+    said = capsys.readouterr().out
+    assert "SIGUSR1: stopping at the next step boundary" in said
+    assert ("a second INT or TERM" in said) != in_a_step
+    for state, code in (("done", 0), ("preempted", 75)):
+        for rank in (0, 2):
+            assert launch._said(RunDir(tmp_path, rank=rank), {"state": state, "step": 4, "exit": code}, child) == code
+            assert (capsys.readouterr().out == "") == (in_a_step and rank == 2)
+
+
 @pytest.mark.parametrize("name", ["slurm/train.sbatch", "launch/interactive.sh"])
 def test_c93_what_starts_a_run_on_several_nodes_has_srun_end_all_when_one_fails(name: str) -> None:
     lines = (Path(__file__).resolve().parents[2] / name).read_text().replace("\\\n", " ").splitlines()

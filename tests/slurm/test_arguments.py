@@ -16,6 +16,7 @@ from host_lists import FORMS
 from slurm_scenes import AWKWARD
 
 from mpdist import slurm
+from mpdist.config import load
 from mpdist.lines import read_json
 
 Figure = Callable[[str], None]
@@ -28,9 +29,11 @@ def test_a_dry_run_prints_the_list_and_the_script_and_submits_nothing(cluster: C
     assert printed == ""  # 2h is over the limit, and --time comes after the override
     printed = cluster.call("mpdist", "submit", str(path), *options[:2], "--time", "30m", "--dry-run", cwd=tmp_path)
     assert (
-        f"--output={tmp_path}/runs/run/slurm/%j.log {submitted.SCRIPT} {path} launch.nodes=2 slurm.time=30m\n"
+        f"--output={tmp_path}/runs/run/slurm/%j.log {submitted.SCRIPT} {tmp_path}/runs/run/slurm/0001/config.yaml\n"
         in printed
     )
+    assert "--nodes=2" in printed.split()
+    assert "--time=00:30:00" in printed.split()
     assert submitted.SCRIPT.read_text() in printed
     assert not (tmp_path / "runs").exists()
 
@@ -102,19 +105,21 @@ def test_awkward_arguments_arrive_unchanged(cluster: Cluster, tmp_path: Path, fi
 
 
 def test_awkward_arguments_of_submit_arrive_unchanged(cluster: Cluster, tmp_path: Path, figure: Figure) -> None:
-    """From the command line through sbatch and srun into the arguments of the launcher, each as it was given."""
+    """From the command line through sbatch and srun into the configuration of the launcher, each as it was given."""
     folder = tmp_path / "it's 模型 $HOME %j"
     folder.mkdir()
-    path = submitted.config(folder, track__wandb={"mode": "offline"}, launch__ranks=1, batch__global=8)
-    said = [f"track.wandb.project={word}" for word in AWKWARD if word] + ["name=a 'b' $c %d 模"]
+    path = submitted.config(folder, launch__ranks=1, batch__global=8)
+    given = [*filter(None, AWKWARD), "a 'b' $c %d 模"]
+    said = [f"data.train.{i}.path={folder}/train.jsonl" for i in range(len(given) - 1)]
+    said += [f"data.train.{i}.fields.text={word}" for i, word in enumerate(given[:-1])] + [f"name={given[-1]}"]
     site = f"{fake_mpdist(tmp_path)}:{cluster.env()['PATH']}"
     command = ("python", "-c", SUBMIT, str(tmp_path / "bin" / "python"), "submit", str(path), *said, "--nodes", "1")
     done = cluster.call(*command, cwd=tmp_path, PATH=site)
     job = done.split()[2].rstrip(":")
     cluster.wait(job, "COMPLETED")
-    found = json.loads((tmp_path / "launch0").read_text())
-    assert (found[0], found[-1]) == (str(path), "launch.nodes=1")
-    arrived(figure, "mpdist submit, launcher", found[1:-1], said)
+    (kept,) = json.loads((tmp_path / "launch0").read_text())
+    cfg = load(kept).config
+    arrived(figure, "mpdist submit, launcher", [*(source.fields["text"] for source in cfg.data.train), cfg.name], given)
     log = folder / "runs" / "a 'b' $c %d 模" / "slurm" / f"{job}.log"
     assert log.exists(), list(folder.rglob("*.log"))
 
@@ -128,8 +133,7 @@ def test_an_array_gives_each_task_a_seed_and_a_log_in_its_run(cluster: Cluster, 
         time.sleep(0.1)
     for seed in (1, 3):
         assert json.loads((tmp_path / f"launch{seed}0").read_text()) == [
-            str(path),
-            "slurm.array=1,3",
+            str(tmp_path / "runs/run/slurm/0001/config.yaml"),
             "--seed",
             str(seed),
         ]
@@ -241,6 +245,8 @@ def test_a_refused_configuration_ends_the_job_with_its_status(cluster: Cluster, 
     path = submitted.config(tmp_path)
     job = cluster.sbatch(*submitted.NODES, str(submitted.SCRIPT), str(path), "optim.lr=fast", cwd=tmp_path)
     cluster.wait(job, "FAILED")
+    assert cluster.job(job)["ExitCode"] == "2:0"
     assert "optim.lr = fast" in cluster.output(job)
+    assert "srun" not in cluster.output(job)
     assert "Traceback" not in cluster.output(job)
     assert not submitted.run_of(tmp_path).exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -202,3 +203,9 @@ def test_what_cannot_be_asked_is_not_refused(tmp_path: Path, monkeypatch: pytest
 def test_the_sbatch_files_travel_with_the_package() -> None:
     assert {"slurm/train.sbatch", "slurm/sweep.sbatch", "slurm/doctor.sbatch"} <= set(shipped.names())
     assert shipped.describe(shipped.root() / "slurm/train.sbatch") == "One run on the nodes of a Slurm job"
+
+
+def test_every_script_for_a_shell_can_be_started() -> None:
+    found = sorted((TOP / "launch").glob("*.sh"))
+    assert len(found) >= 4
+    assert [path.name for path in found if not os.access(path, os.X_OK)] == []

@@ -3,8 +3,8 @@
 #
 #     sh launch/interactive.sh CONFIG [key=value ...]
 #
-# For:     trying things out on nodes that you hold. Each has 8 NVIDIA GPUs as written here (RANKS=4 for four each,
-#          launch.ranks does not count), and sees CONFIG, out_dir and this environment. RANKS=2 and a demo config run on CPUs.
+# For:     trying things out on nodes that you hold. Each has 8 NVIDIA GPUs as written here (RANKS=4 for four each;
+#          launch.ranks does not count) and sees CONFIG, out_dir and this environment. RANKS=2 and a demo run on CPUs.
 # Expect:  what one node would print, in the terminal. Ranks meet on the first node of the job, at a port of its number.
 # Stop:    Ctrl-C twice ends the step; `touch OUT_DIR/NAME/STOP` saves first. The same line again resumes.
 #

@@ -39,8 +39,10 @@ def config(argv: Sequence[str]) -> int:
     if arguments.ranks or arguments.nodes:
         parser.error("--ranks and --nodes are for --from-...: what a configuration holds does not hang on them")
     if arguments.schema or arguments.reference:
-        if arguments.config is not None:
-            parser.error("--schema and --reference describe every configuration: give no CONFIG with them")
+        if arguments.config is not None or arguments.seed is not None:
+            parser.error(
+                "--schema and --reference describe every configuration: give no CONFIG and no --seed with them"
+            )
         return _print_schema(arguments.schema)
     if arguments.config is None:
         parser.error("which configuration? give CONFIG, --schema or --reference")
@@ -68,7 +70,8 @@ def _with_sources(parser: Parser) -> None:
 
 
 def _translate(parser: Parser, arguments: argparse.Namespace, files: dict[str, str | None]) -> int:
-    if arguments.config is not None or arguments.yaml or arguments.schema or arguments.reference:
+    given = (arguments.config, arguments.seed)
+    if given != (None, None) or arguments.yaml or arguments.schema or arguments.reference:
         parser.error("--from-... prints a new configuration: give no CONFIG and no other output with it")
     from mpdist.translate import command
 

@@ -146,9 +146,10 @@ def _requeue(
     if reason.startswith("stopped by the file STOP"):
         return f"stopped at step {step} as asked ({reason}): not queued again"
     known = slurm.ask("job", job["job"])
+    name = slurm.full_name(job["job"], known, os.environ)
     why = slurm.why_stopped(known, job["restart"], cfg.signal_lead) if known else None
     if why in (slurm.CANCELLED, slurm.QUEUED_AGAIN) or (known and known.get("JobState") != "RUNNING"):
-        return f"stopped at step {step}: job {job['job']} was {why or known.get('JobState') if known else why}"
+        return f"stopped at step {step}: job {name} was {why or known.get('JobState') if known else why}"
     done = read(run_dir.path)
     if len(done) >= cfg.requeues:
         origin = resolved.origins.get("slurm.requeues", "config")
@@ -169,12 +170,12 @@ def _requeue(
     path = run_dir.path / slurm.FOLDER / NAME
     path.parent.mkdir(exist_ok=True)
     write_atomic(path, dump({"requeues": [*done, {**entry, "why": why or reason}]}, indent=1) + "\n")
-    trouble = _ask_slurm(job["job"])
+    trouble = _ask_slurm(name)
     if trouble:
         write_atomic(path, dump({"requeues": done}, indent=1) + "\n")
-        return f"{ended}, but Slurm does not queue job {job['job']} again: {trouble}\n  do:  submit it again to go on"
+        return f"{ended}, but Slurm does not queue job {name} again: {trouble}\n  do:  submit it again to go on"
     return (
-        f"{ended} ({why or reason}): job {job['job']} is queued again, "
+        f"{ended} ({why or reason}): job {name} is queued again, "
         f"{len(done) + 1} of {cfg.requeues} times; it starts in some two minutes at the earliest"
     )
 

@@ -307,9 +307,21 @@ def called_port(run: Path, task: Task, timeout: float) -> int:
 
 
 def ask(kind: str, name: str) -> dict[str, str] | None:
-    """What `scontrol show KIND NAME` says, by its names; None where it cannot be asked or knows of none."""
+    """What `scontrol show KIND NAME` says, by its names; None where it cannot be asked or knows of none.
+
+    An array's number is that of its last task too: asked for that job, Slurm tells of all tasks.
+    """
     found = show(kind, name)
-    return found[0] if found else None
+    own = [job for job in found if job.get("JobId") == name] if kind == "job" else []
+    return next(iter(own or found), None)
+
+
+def full_name(job: str, known: Mapping[str, str] | None, env: Mapping[str, str]) -> str:
+    """What Slurm's commands take for this one job and no other of its array. known: as `ask` has it."""
+    array, task = (known or {}).get("ArrayJobId"), (known or {}).get("ArrayTaskId")
+    if known is None:
+        array, task = env.get("SLURM_ARRAY_JOB_ID"), env.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else job
 
 
 def show(kind: str, *names: str) -> list[dict[str, str]]:

@@ -122,6 +122,30 @@ def test_a_run_that_a_lost_node_has_ended_is_queued_again(
     assert ("the run has used up its requeues" in said) == asked
 
 
+def test_of_an_array_only_the_task_that_was_stopped_is_queued_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last task has the array's number: asked for it, Slurm tells of all tasks, and would queue all of them again."""
+    task = {"ArrayJobId": "12", "PreemptTime": "None", "EndTime": "Unknown", "Restarts": "0"}
+    tasks = [
+        {**task, "JobId": "13", "ArrayTaskId": "0", "JobState": "COMPLETED"},
+        {**task, "JobId": "12", "ArrayTaskId": "1", "JobState": "RUNNING"},
+    ]
+    asked: list[str] = []
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    monkeypatch.setattr(slurm, "show", lambda kind, *names: tasks)
+    monkeypatch.setattr(requeue, "_ask_slurm", asked.append)
+    assert requeue.run(ended(tmp_path), 143) == 75
+    assert asked == ["12_1"]
+    assert "job 12_1 is queued again, 1 of 2 times" in capsys.readouterr().err
+    tasks.clear()  # the controller does not answer
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "12")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
+    assert requeue.run(ended(tmp_path), 143) == 75
+    assert asked == ["12_1"] * 2
+
+
 def test_the_jobs_log_ends_with_who_failed_where_when_and_why(
     tmp_path: Path, controller: Controller, capsys: pytest.CaptureFixture[str]
 ) -> None:

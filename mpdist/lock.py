@@ -87,7 +87,7 @@ def holder(folder: Path) -> dict[str, Any] | None:
     """Who holds the lock, as written in it, dead or alive; None if nobody does."""
     try:
         fd = os.open(folder / NAME, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     try:
         return _owner(fd)

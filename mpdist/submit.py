@@ -31,7 +31,7 @@ from mpdist.inputs import check_inputs
 from mpdist.lines import dump, read_json, write_atomic
 from mpdist.lock import holder
 from mpdist.plan import make
-from mpdist.record import STOP, standing
+from mpdist.record import STOP, reachable, standing
 from mpdist.supervise import say
 
 if TYPE_CHECKING:
@@ -232,11 +232,16 @@ def _submit(command: Sequence[str], resolved: Resolved, kept: Path, runs: dict[s
         "variables": environment()["variables"],
     }
     places: dict[Path, str | None] = {kept: None}
-    places |= {kept if task == "" else _place(run / slurm.FOLDER): task for task, run in runs.items()}
-    for place, task in places.items():
-        write_atomic(place / "train.sbatch", _script())
-        write_atomic(place / CONFIG, resolved.to_yaml())
-        write_atomic(place / "submission.json", dump({**what, "task": task, "job": None}, indent=1) + "\n")
+    try:
+        for seed, run in runs.items():
+            places[_place(run / slurm.FOLDER) if seed else kept] = seed
+        for place, task in places.items():
+            write_atomic(place / "train.sbatch", _script())
+            write_atomic(place / CONFIG, resolved.to_yaml())
+            write_atomic(place / "submission.json", dump({**what, "task": task, "job": None}, indent=1) + "\n")
+    except MachineError:  # a full disk
+        _take_back(places)
+        raise
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # this mpdist, active or not
     done = subprocess.run(
         list(command),
@@ -275,12 +280,13 @@ def _next(folder: Path) -> Path:
 
 
 def _place(folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    while True:
-        place = _next(folder)
-        with contextlib.suppress(FileExistsError):  # another submission was quicker
-            place.mkdir()
-            return place
+    with reachable(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        while True:
+            place = _next(folder)
+            with contextlib.suppress(FileExistsError):  # another submission was quicker
+                place.mkdir()
+                return place
 
 
 def _told(job: str, where: str, resolved: Resolved, asked: Asked) -> str:

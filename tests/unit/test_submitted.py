@@ -14,6 +14,7 @@ import tiny
 
 from mpdist import cli, lock, slurm, submit
 from mpdist.config import load
+from mpdist.errors import MachineError
 from mpdist.lines import dump, read_json, write_atomic
 from mpdist.record import RunDir
 
@@ -101,6 +102,35 @@ def test_a_refusal_of_sbatchs_leaves_nothing_behind(tmp_path: Path, site: Path) 
     site.unlink()
     assert cli.main(["submit", str(path)]) == 4
     assert [*(tmp_path / "runs").glob("*")] == []
+
+
+@pytest.mark.parametrize("array", [[], ["--array", "0-2"]], ids=["one", "array"])
+@pytest.mark.parametrize("out_dir", ["config.yaml/runs", "/proc/runs"])
+def test_a_folder_that_cannot_be_made_is_named_and_nothing_is_submitted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], out_dir: str, array: list[str]
+) -> None:
+    path = tiny.config(tmp_path)
+    assert cli.main(["submit", str(path), f"out_dir={out_dir}", *array]) == 4
+    assert "choose another out_dir" in capsys.readouterr().err
+    assert not (tmp_path / "last").exists()
+
+
+@pytest.mark.parametrize("array", [[], ["--array", "0-2"]], ids=["one", "array"])
+def test_a_submission_that_a_full_disk_cuts_short_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, array: list[str]
+) -> None:
+    real, written = submit.write_atomic, []
+
+    def write(path: Path, text: str) -> None:
+        written.append(path)
+        if len(written) == 2:
+            raise MachineError(f"{path}: cannot be written: No space left on device")
+        real(path, text)
+
+    monkeypatch.setattr(submit, "write_atomic", write)
+    assert cli.main(["submit", str(tiny.config(tmp_path)), *array]) == 4
+    assert [*(tmp_path / "runs").glob("*")] == []
+    assert not (tmp_path / "last").exists()
 
 
 # -- what it tells -----------------------------------------------------------------------------------------------------

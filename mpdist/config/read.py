@@ -115,7 +115,8 @@ class _Builder:
             self._problem(self.at(node), f"the tag {tag} has no meaning here", "remove the tag")
             return _joined(node.value)
         # A date is not a type of ours: `name: 2024-01-01` is text.
-        if tag.rsplit(":", 1)[1] in ("null", "bool", "int", "float"):
+        # Nor are digits with `_` between them a number in YAML 1.2: `name: 2024_01` is text, too.
+        if tag.rsplit(":", 1)[1] in ("null", "bool", "int", "float") and "_" not in node.value:
             try:
                 return self.constructor.construct_object(node)
             except ValueError:

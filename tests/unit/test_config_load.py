@@ -128,6 +128,13 @@ def test_text_is_taken_as_it_stands_and_the_rest_is_yaml(base: Path) -> None:
     assert load(base, ["model.config.hidden_size=64"]).config.model.config == {"model_type": "llama", "hidden_size": 64}
 
 
+def test_digits_with_underscores_are_text_as_in_yaml_1_2(base: Path) -> None:
+    child = write(base.parent / "c.yaml", "extends: base.yaml\nname: 2024_01\n")
+    assert load(child).config.name == "2024_01"
+    (problem,) = problems(base, "seed=1_000")
+    assert 'seed = "1_000" (command line)' in problem
+
+
 def test_null_clears(base: Path) -> None:
     config = load(base, ["optim.clip=null", "optim.lr=null", "budget.steps=null", "budget.epochs=2"]).config
     assert config.optim.clip is None

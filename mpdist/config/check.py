@@ -263,7 +263,9 @@ def _problem(tree: Tree, path: Path, kind: str, message: str) -> MpdistError:
     elif isinstance(value, str) and (word := _OTHER_WORDS.get(value.lower(), "")) and word in key.expects:
         do = f"did you mean {word}?"
     elif isinstance(value, str):
-        close = difflib.get_close_matches(value.lower(), key.expects.replace(",", " ").split(), n=1, cutoff=0.6)
+        # 'every N' is no word to write as it stands.
+        words = re.sub("'[^']*'", "", key.expects).replace(",", " ").split()
+        close = difflib.get_close_matches(value.lower(), words, n=1, cutoff=0.6)
         if close and close[0] not in ("or", "whole", "number", "text"):
             do = f"did you mean {close[0]}?"
     return UsageError(f"{name} = {describe.show(value)} ({origin(tree, path)})", why, do)

@@ -175,6 +175,8 @@ def test_wrong_values(good: Path, override: str, why: str) -> None:
 def test_a_value_close_to_a_right_one_is_suggested(good: Path) -> None:
     (problem,) = problems(good, "optim.schedule=cosin")
     assert problem.do == "did you mean cosine?"
+    (problem,) = problems(good, "memory.checkpointing=every 0")
+    assert "did you mean" not in problem.do  # 'every N' is in quotation marks, and no word to write as it stands
 
 
 @pytest.mark.parametrize(("word", "ours"), [("float16", "fp16"), ("Float32", "fp32"), ("bfloat16", "bf16")])

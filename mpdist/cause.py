@@ -285,11 +285,13 @@ class Once:
 def diverged(found: Report, decision: Decision, window: Window, scaled: bool, asked: Mapping[str, Any]) -> Diverged:
     """The end of a run whose last attempts were all skipped. scaled: whether a loss scale is in use. asked: as in `remedy`."""
     at = f" at a scale of {decision.scale:g}" if scaled else ""
-    return Diverged(
+    error = Diverged(
         f"{window.in_a_row} attempts in a row were skipped, the last for {decision.reason}, at step {window.step}",
         f"precision.scale.patience = {window.patience} is used up{at}. {found.sentence}",
         f"the weights are as the last applied step left them; {remedy(found, asked)}",
     )
+    error.rank = found.rank
+    return error
 
 
 def _unexplained(cause: Cause, ranks: list[Seen], attempt: Attempt, tokens: str) -> list[str]:

@@ -76,6 +76,7 @@ class MachineError(MpdistError):
 
 class Diverged(MpdistError):
     status = 5
+    rank: int | None = None  # where the last non-finite value arose, if that is known
 
 
 class CheckpointError(MpdistError):

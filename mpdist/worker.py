@@ -168,7 +168,8 @@ def _say(rank: int, error: BaseException) -> None:
 
 def _own(seat: Seat, error: BaseException, status: int) -> blame.Failure:
     head = str(error) if isinstance(error, MpdistError) else f"{type(error).__name__}: {error}"
-    return blame.Failure(seat.world.rank, head, head, status)
+    rank = error.rank if isinstance(error, Diverged) else None  # all ranks end alike, and one of them was the cause
+    return blame.Failure(seat.world.rank if rank is None else rank, head, head, status)
 
 
 def _record(seat: Seat, failure: blame.Failure) -> None:

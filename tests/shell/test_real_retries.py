@@ -23,13 +23,14 @@ def test_a_loop_around_a_run_that_diverges_at_one_step_ends_by_itself(tmp_path: 
         for start in (jobs.launch, jobs.torchrun):
             job = start(config)
             job.end()
-            assert (state(job.run)["state"], state(job.run)["step"]) == ("diverged", 2), (job.out, job.err)
+            end = state(job.run)
+            assert (end["state"], end["step"], end["rank"]) == ("diverged", 2, 1), (job.out, job.err)
         ends = [(end["state"], end["exit"], end["step"]) for end in left(job).events("end")]
         assert ends == [("diverged", 5, 2)] * 2
         before = contents(job.run)
         refused = jobs.launch(config)
         assert refused.end() == 2
-        assert f"{job.run} has failed 2 times in a row at step 2, the last time (rank 0): 2 attempts" in refused.err
+        assert f"{job.run} has failed 2 times in a row at step 2, the last time (rank 1): 2 attempts" in refused.err
         assert "launch.retries=3 tries once more" in refused.err
         assert "Traceback" not in refused.err
         ranks = tiny.train(tmp_path, 2, **changes)

@@ -347,7 +347,8 @@ def _conclude(run_dir: RunDir, child: Child, torchrun_status: int) -> int:
         failure = blame.stood_still(known, why, finding)
     else:
         found = _first_failure(run_dir, child, blame.Agent.read(log))
-        failure = found or _unexplained(status, torchrun_status, log)
+        ended = next((number for number in child.heard if number != signal.SIGUSR1), None)
+        failure = found or _unexplained(status, torchrun_status, log, None if child.reports else ended)
     report = child.reports.get(-1 if failure.rank is None else failure.rank)
     unrecorded = ""
     if run_dir.rank == 0 or (report is not None and child.mine(report)):
@@ -422,7 +423,8 @@ def _record(run_dir: RunDir, status: Mapping[str, Any], failure: blame.Failure, 
     run_dir.close()
 
 
-def _unexplained(status: Mapping[str, Any], torchrun_status: int, log: str) -> blame.Failure:
+def _unexplained(status: Mapping[str, Any], torchrun_status: int, log: str, ended: int | None) -> blame.Failure:
+    """ended: the signal that came before any rank, if one did; Slurm sends it to torchrun too, which is no rank's failure."""
     if status.get("state") == "failed" and status.get("exit"):
         reason = str(status.get("reason"))
         return blame.Failure(status.get("rank"), reason, reason, int(status["exit"]))
@@ -433,6 +435,9 @@ def _unexplained(status: Mapping[str, Any], torchrun_status: int, log: str) -> b
         text = f"{reason}\n  do:  start `mpdist launch` on every node (--node-rank 0 to {int(met[2]) - 1}), or raise launch.timeout"
         return blame.Failure(None, reason, text, MachineError.status)
     reason = f"torchrun ended with status {torchrun_status} and no rank has said why"
+    if ended is not None and not busy:
+        reason = f"ended by {signal.Signals(ended).name} before any rank had begun"
+        return blame.Failure(None, reason, reason, 128 + ended)
     if busy:
         reason = "the rendezvous port was taken while torchrun started"
     text = f"{blame.before_agent(log)}\n{reason}".lstrip()

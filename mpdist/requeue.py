@@ -46,8 +46,9 @@ def run(resolved: Resolved, step_status: int) -> int:
     if (found.get("job"), found.get("restart")) != (job["job"], job["restart"]):
         return _other(resolved, run_dir, job, found, step_status) if step_status else 0
     state, code = status.get("state"), status.get("exit")
-    # A rank that raised has said so (status 1); one whose node is gone is killed or silent to the others, or to srun alone.
-    cut_short = state == "running" or (state == "failed" and code == MachineError.status)
+    # A rank that raised has said so (status 1); one whose node is gone is killed or silent to the others, or to srun alone,
+    # which ends the others by a signal, perhaps before any has begun.
+    cut_short = state == "running" or (state == "failed" and (code == MachineError.status or (code or 0) > _SIGNALS))
     lost = slurm.lost(job["nodes"] or "", job["job"]) if cut_short else []
     if lost or state == "preempted":
         _say(_requeue(resolved, run_dir, status, job, lost))
@@ -69,6 +70,9 @@ def _other(
     if step_status > _SIGNALS and (cause := _refusal(resolved, run_dir, job)):  # srun has ended the refused one's peers
         _say(f"job {job['job']} was refused, and is not queued again: {cause}")
         return cause.status
+    if lost := slurm.lost(job["nodes"] or "", job["job"]):  # before the run had begun on all of them
+        _say(_requeue(resolved, run_dir, run_dir.read_status() or {}, job, lost))
+        return step_status
     last = f"the last one there is job {found['job']}, restart {found['restart']}" if found else "no job is"
     _say(
         f"job {job['job']} is not queued again: {resolved.path} names the run {run_dir.path}\n"
@@ -142,7 +146,9 @@ def _requeue(
     reason, ended = str(status.get("reason")), f"stopped at step {step} with everything saved"
     if lost:
         reason = f"lost {', '.join(lost)}, which no longer answer{'s' * (len(lost) == 1)} or started anew"
-        ended = f"stopped at step {step}, to go on from the last checkpoint"
+        ended = "ended before its first step"
+        if step:
+            ended = f"stopped at step {step}, to go on from the last checkpoint"
     if reason.startswith("stopped by the file STOP"):
         return f"stopped at step {step} as asked ({reason}): not queued again"
     known = slurm.ask("job", job["job"])
@@ -168,7 +174,7 @@ def _requeue(
     entry = {"job": job["job"], "restart": job["restart"], "step": step, "attempt": attempt, "time": time.time()}
     # First on record, then asked for: a kill in between costs one requeue, and never makes an endless row.
     path = run_dir.path / slurm.FOLDER / NAME
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, dump({"requeues": [*done, {**entry, "why": why or reason}]}, indent=1) + "\n")
     trouble = _ask_slurm(name)
     if trouble:

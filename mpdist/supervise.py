@@ -105,6 +105,11 @@ class Child:
         self._questioned: list[watch.Report] = []
         self._process: subprocess.Popen[bytes]
 
+    @property
+    def heard(self) -> list[int]:
+        """The stop signals that have come, in their order."""
+        return [number for number, _ in self._heard]
+
     def mine(self, report: watch.Report) -> bool:
         """Whether a rank was started here; with several nodes, others have launchers of their own."""
         return report.launch == self.token

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import tiny
 
-from mpdist import cli, lock, requeue, slurm
+from mpdist import cli, launch, lock, requeue, slurm
 from mpdist.config import Resolved, load
 from mpdist.errors import UsageError
 from mpdist.lines import dump, write_atomic
@@ -120,6 +121,39 @@ def test_a_run_that_a_lost_node_has_ended_is_queued_again(
             assert controller.requeued == ["12"] * (min(times, 2) if asked else 0)
             assert ("lost n2, which no longer answers or started anew" in said) == (asked and times < 3)
     assert ("the run has used up its requeues" in said) == asked
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "earlier"), [("failed", 143, 0), (None, None, 0), (None, None, 5)], ids=["ranks", "run", "again"]
+)
+def test_a_node_that_is_lost_before_the_run_begins_is_none_the_less(
+    tmp_path: Path, controller: Controller, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    state: str | None, code: int | None, earlier: int,
+) -> None:  # fmt: skip
+    """Before any rank had begun, or before the run was on record; `again`: it has a session of an earlier job."""
+    if state:
+        resolved = ended(tmp_path, state, code, rank=None, step=0)
+    else:
+        resolved = ended(tmp_path, job="11", step=earlier) if earlier else ask(tmp_path, "slurm.requeues=2")
+    gone: list[str] = []
+    monkeypatch.setattr(slurm, "lost", lambda nodes, job: gone)
+    assert requeue.run(resolved, 143) == 143
+    assert controller.requeued == []
+    gone.append("n2")
+    capsys.readouterr()
+    assert requeue.run(resolved, 143) == 143
+    assert controller.requeued == ["12"]
+    where = f"stopped at step {earlier}, to go on" if earlier else "ended before its first step"
+    assert capsys.readouterr().err.startswith(f"mpdist: {where}")
+    assert [entry["why"][:7] for entry in requeue.read(tmp_path / "runs/run")] == ["lost n2"]
+
+
+def test_a_launch_that_a_signal_ends_before_any_rank_began_has_failed_nowhere() -> None:
+    """Slurm sends TERM to torchrun too; status 143 is none of a row of failures that a start is refused for."""
+    found = launch._unexplained({"state": "running"}, -15, "", signal.SIGTERM)
+    assert (found.exit, found.rank, found.reason) == (143, None, "ended by SIGTERM before any rank had begun")
+    assert launch._unexplained({}, 1, "Address already in use", signal.SIGTERM).exit == 4
+    assert launch._unexplained({}, 1, "", None).exit == 1
 
 
 def test_of_an_array_only_the_task_that_was_stopped_is_queued_again(

@@ -313,6 +313,7 @@ def describe(resolved: Resolved, plan: Plan, place: Place, worker: Sequence[str]
     elif place.first_host:
         where += f"; first host {place.first_host}"
     lines.append(f"world: {where}")
+    lines += [f"       it would be refused: {place.unfound.what}"] if place.unfound else []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     shown = "(not set)" if visible is None else visible
     for local in range(place.ranks):

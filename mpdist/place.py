@@ -24,7 +24,8 @@ PORT_OF_SEVERAL_NODES = 29500
 class Place:
     """Where the ranks run. `ranks` are those of this node; `cuda` its visible devices; `first_host` as Slurm has it.
 
-    task: this launcher as a task of a Slurm step, which then says what the nodes are.
+    task: this launcher as a task of a Slurm step, which then says what the nodes are. unfound: why its first host
+    cannot be found from here, which a dry run tells and `check_machine` raises.
     """
 
     ranks: int
@@ -39,6 +40,7 @@ class Place:
     threads_why: str
     first_host: str | None
     task: slurm.Task | None = None
+    unfound: MachineError | None = None
 
 
 def find_place(
@@ -72,8 +74,12 @@ def find_place(
     ):
         first = first_host(listed)
     address = ask.address or (first if nodes > 1 else None)
+    unfound = None
     if task and nodes > 1 and first and not ask.address:
-        address = slurm.address(first)
+        try:
+            address = slurm.address(first)
+        except MachineError as error:
+            unfound = error
     if nodes > 1 and address is None:
         why = f"{nodes} nodes have to find each other"
         problems.append(UsageError("launch.address is not set", why, "set it to the first node's host name or address"))
@@ -88,7 +94,7 @@ def find_place(
     cores = granted_cores(env)
     threads, why = threads_for(ranks, cores, env)
     device = "cuda" if cuda or ask.device == "cuda" else "cpu"
-    return Place(ranks, nodes, node_rank, address, port, cuda, device, cores, threads, why, first, task)
+    return Place(ranks, nodes, node_rank, address, port, cuda, device, cores, threads, why, first, task, unfound)
 
 
 def _nodes(
@@ -189,7 +195,9 @@ def with_free_port(place: Place) -> Place:
 
 
 def check_machine(resolved: Resolved, place: Place) -> None:
-    """Raises MachineError where this node lacks the devices or the port that are asked for."""
+    """Raises MachineError where this node lacks the devices or the port that are asked for, or cannot find the first."""
+    if place.unfound:
+        raise place.unfound
     ask, origin = resolved.config.launch, origin_of(resolved)
     if ask.device == "cuda" and not place.cuda:
         raise MachineError(

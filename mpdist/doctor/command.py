@@ -146,7 +146,10 @@ def _place(resolved: Resolved, ranks: int | None, nodes: int | None, node_rank: 
     task = slurm.task(os.environ)
     if task is None and nodes is None:
         nodes = 1
-    return find_place(resolved, ranks, nodes, node_rank, os.environ)
+    place = find_place(resolved, ranks, nodes, node_rank, os.environ)
+    if place.unfound:
+        raise place.unfound
+    return place
 
 
 def _tell(found: Sequence[Finding], as_json: bool, began: float) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mpdist import inputs, launch, place, record
+from mpdist import inputs, launch, place, record, slurm
 from mpdist.config import Resolved, load
 from mpdist.errors import ConfigError, DoesNotFit, MachineError
 
@@ -290,6 +290,22 @@ def test_under_slurm_the_dry_run_shows_hosts_nodes_and_ranks(
     assert "rank 8: LOCAL_RANK=0" in printed
     assert "rank 11: LOCAL_RANK=3" in printed
     assert "--node-rank 2 --master-addr n1 --master-port 31000" in printed
+
+
+def test_a_dry_run_shows_the_nodes_of_a_step_that_nothing_here_can_find(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NODEID": "1"}
+    step |= {"SLURM_STEP_NODELIST": "nowhere[03-04]", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2"}
+    for name, value in step.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(slurm, "_resolves", lambda host: False)
+    monkeypatch.setattr(slurm, "ask", lambda *words: None)
+    printed = dry_run(ask(tmp_path), capsys, ranks=2)
+    assert "world: 2 nodes x 2 ranks; this is node 1; first host nowhere03, port" in printed
+    assert "it would be refused: the node name nowhere03 is no host name that this node finds" in printed
+    with pytest.raises(MachineError, match="nowhere03"):
+        launch.run(ask(tmp_path), ranks=2)
 
 
 def test_a_node_rank_outside_the_nodes_is_refused(tmp_path: Path) -> None:

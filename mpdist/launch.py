@@ -350,12 +350,16 @@ def _conclude(run_dir: RunDir, child: Child, torchrun_status: int) -> int:
         found = _first_failure(run_dir, child, blame.Agent.read(log))
         ended = next((number for number in child.heard if number != signal.SIGUSR1), None)
         failure = found or _unexplained(status, torchrun_status, log, None if child.reports else ended)
+    written = _as_written(status, failure)
+    failure = written or failure
     report = child.reports.get(-1 if failure.rank is None else failure.rank)
     unrecorded = ""
     if run_dir.rank == 0 or (report is not None and child.mine(report)):
         run_dir.last_words()
         try:
-            _record(run_dir, status, failure, report)
+            if written is None:
+                _record(run_dir, status, failure, report)
+            run_dir.close()
         except MachineError as error:  # the last thing read is why the run failed, not why that is not on record
             unrecorded = f"{error.what}\n"
     own = child.log.with_name(f"rank-{failure.rank:05d}.log") if report is not None else child.log
@@ -412,6 +416,19 @@ def _blamed(run_dir: RunDir, child: Child, agent: blame.Agent) -> blame.Failure 
     return blame.first_failure(known, child.deaths, agent, hang.find(session, known))
 
 
+def _as_written(status: Mapping[str, Any], failure: blame.Failure) -> blame.Failure | None:
+    """The failure as the first rank's own, where it met the same one and has written this end itself; else None.
+
+    What all ranks meet alike is the first failure of whichever came first, and has one end and one rank all the same.
+    """
+    rank = status.get("rank")
+    said = (status.get("state"), status.get("exit"), str(status.get("reason")).partition("\n")[0])
+    if rank is None or said != ("failed", failure.exit, failure.reason.partition("\n")[0]):
+        return None
+    text = failure.text.replace(f"rank {failure.rank} failed: ", f"rank {rank} failed: ", 1)
+    return replace(failure, rank=rank, text=text)
+
+
 def _record(run_dir: RunDir, status: Mapping[str, Any], failure: blame.Failure, report: watch.Report | None) -> None:
     """Write a failure into status.json and events.jsonl, at the step where its rank was, if it has said so."""
     step, attempt = status.get("step") or 0, status.get("attempt") or 0
@@ -421,7 +438,6 @@ def _record(run_dir: RunDir, status: Mapping[str, Any], failure: blame.Failure, 
         state="failed", step=step, attempt=attempt, rank=failure.rank, reason=failure.reason, exit=failure.exit
     )
     run_dir.event("end", step, attempt, failure.rank, failure.reason, state="failed", exit=failure.exit)
-    run_dir.close()
 
 
 def _unexplained(status: Mapping[str, Any], torchrun_status: int, log: str, ended: int | None) -> blame.Failure:

@@ -100,6 +100,20 @@ def test_c93_c94_under_bare_torchrun_the_ranks_say_it_themselves(tmp_path: Path,
     assert job.err.partition("torch/distributed/elastic")[0].splitlines()[-4] == recorded["reason"]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_all_ranks_meet_alike_has_one_end_of_one_rank(tmp_path: Path, jobs: Jobs, ranks: int) -> None:
+    config = tiny.config(tmp_path)
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    job = jobs.launch(config, f"data.train.0.path={empty}", "--ranks", str(ranks))
+    assert job.end() == 2, (job.out, job.err)
+    recorded = state(job.run)
+    (end,) = left(job).events("end")
+    assert (end["rank"], end["exit"], end["reason"]) == (recorded["rank"], 2, recorded["reason"])
+    assert recorded["reason"].startswith("0 of 0 rows have loss tokens")
+    assert f"rank {recorded['rank']} failed: 0 of 0 rows have loss tokens" in job.err
+
+
 def test_c93_a_hang_ends_with_the_rank_the_collective_and_the_stack(tmp_path: Path, jobs: Jobs) -> None:
     started = {}
     for rank, ranks in ((1, 2), (0, 1)):

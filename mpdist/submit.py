@@ -41,6 +41,7 @@ SCRIPT = "slurm/train.sbatch"
 CONFIG = "config.yaml"
 _ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED",
           "TIMEOUT")  # fmt: skip
+_OF_THE_SITE = ("SLURM_CONF", "SLURM_CLUSTERS")
 
 
 @dataclass(frozen=True)
@@ -242,10 +243,9 @@ def _submit(command: Sequence[str], resolved: Resolved, kept: Path, runs: dict[s
     except MachineError:  # a full disk
         _take_back(places)
         raise
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # this mpdist, active or not
     done = subprocess.run(
         list(command),
-        env={**os.environ, "PATH": path},
+        env=_variables(),
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
@@ -264,6 +264,17 @@ def _submit(command: Sequence[str], resolved: Resolved, kept: Path, runs: dict[s
         if task:  # so that a pattern finds the log before the task has started
             (place.parent / f"{job}_{task}.log").touch()
     return job
+
+
+def _variables() -> dict[str, str]:
+    """What sbatch hands on to the job: this mpdist first in PATH, active or not, and nothing of a job that submits it.
+
+    Slurm replaces only what it sets anew: an array's index, or how often that job was queued again, would stay.
+    """
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    inside = "SLURM_JOB_ID" in os.environ
+    kept = {k: v for k, v in os.environ.items() if not (inside and k.startswith("SLURM_") and k not in _OF_THE_SITE)}
+    return {**kept, "PATH": path}
 
 
 def _take_back(places: Iterable[Path]) -> None:

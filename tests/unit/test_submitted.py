@@ -104,6 +104,22 @@ def test_a_refusal_of_sbatchs_leaves_nothing_behind(tmp_path: Path, site: Path) 
     assert [*(tmp_path / "runs").glob("*")] == []
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_job_inherits_nothing_of_the_job_that_submits_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, site: Path, inside: bool
+) -> None:
+    """Slurm does not take an array's index or the count of restarts back: the job would train another run."""
+    for name in ("SLURM_ARRAY_TASK_ID", "SLURM_RESTART_COUNT", "SLURM_CONF"):
+        monkeypatch.setenv(name, "3")
+    if inside:
+        monkeypatch.setenv("SLURM_JOB_ID", "5")
+    site.write_text(f"#!/bin/sh\nexport -p >{tmp_path}/env\necho 7\n")
+    assert cli.main(["submit", str(tiny.config(tmp_path))]) == 0
+    said = (tmp_path / "env").read_text()
+    found = [n for n in ("JOB_ID", "ARRAY_TASK_ID", "RESTART_COUNT", "CONF") if f"SLURM_{n}=" in said]
+    assert found == (["CONF"] if inside else ["ARRAY_TASK_ID", "RESTART_COUNT", "CONF"])
+
+
 @pytest.mark.parametrize("array", [[], ["--array", "0-2"]], ids=["one", "array"])
 @pytest.mark.parametrize("out_dir", ["config.yaml/runs", "/proc/runs"])
 def test_a_folder_that_cannot_be_made_is_named_and_nothing_is_submitted(

@@ -184,6 +184,7 @@ def _refuse_second(runs: dict[str, Path]) -> None:
             state = known.get("JobState", "COMPLETED")
             if state in _ENDED or not known.get("UserId", f"({os.getuid()})").endswith(f"({os.getuid()})"):
                 continue
+            job = slurm.full_name(job, known, {})  # the last task's own number is the whole array's
             raise UsageError(
                 f"{run} is the run of job {job}, which is {state}",
                 "a second job of the same run would find its directory in use, or go on behind it",

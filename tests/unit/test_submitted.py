@@ -239,6 +239,9 @@ def test_a_job_that_holds_the_directory_counts_however_it_was_submitted(
     known(monkeypatch, _9={"JobState": "RUNNING"})
     assert cli.main(["submit", path]) == 2
     assert "is the run of job 9" in capsys.readouterr().err
+    known(monkeypatch, _9={"JobState": "RUNNING", "ArrayJobId": "9", "ArrayTaskId": "2"})
+    assert cli.main(["submit", path]) == 2
+    assert "(scancel 9_2)" in capsys.readouterr().err, "that of 9 would end the other tasks too"
 
 
 @pytest.mark.parametrize("here", [True, False])

@@ -256,7 +256,7 @@ class Child:
 
         It does the same when it gets a stop signal itself, and when the first rank of a stopped run has left with 75.
         """
-        if self.log.stat().st_size == 0 or any(report.proper for report in self.reports.values()):
+        if any(report.proper for report in self.reports.values()):
             return False
         text = watch.read_text_tail(self.log)
         return "closing signal" in text and "death signal" not in text

@@ -71,7 +71,7 @@ def test_a_run_that_diverges_ends_with_its_own_status_and_stays_away(cluster: Cl
     assert (cluster.restarts(diverges.job), diverges.left) == (0, [])
     reason, *_, rank = diverges.output.rpartition("\nmpdist: ")[2].splitlines()
     assert reason.startswith("the run has diverged at step 0: 3 attempts in a row were skipped")
-    assert rank.startswith(f"  rank: 0 on {cluster.nodes[0]}-host")
+    assert rank.startswith(f"  rank: 1 on {cluster.nodes[1]}-host"), "where the loss was not finite"
 
 
 def test_arguments_reach_the_worker_as_they_were_typed(diverges: Seen, figure: Figure) -> None:

@@ -60,7 +60,7 @@ def test_a_step_is_reached_again_and_a_changed_digit_is_found(made: Path, capfd:
         status, found, err = replay(capfd, made, "5")
     finally:
         metrics.write_bytes(before["metrics.jsonl"])
-    assert status == 4, err
+    assert (status, sorted(found)) == (4, ["replay", "step 5"]), err
     assert found["step 5"]["level"] == "failed"
     assert f"train/grad_norm {row['train/grad_norm']!r} in the record, {norm!r} now" in found["step 5"]["value"]
     assert "silent corruption" in found["step 5"]["why"]

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 NAME = "requeues.json"
 _REFUSED = (UsageError.status, DoesNotFit.status)
+_LOST = "lost "  # how the reason begins where nodes were
 _SIGNALS = 128  # from this exit status on, a signal ended srun's worst task
 _STATUS = {"done": 0, "preempted": Preempted.status, "diverged": 5, "failed": 1}
 
@@ -145,7 +146,7 @@ def _requeue(
     cfg, step = resolved.config.slurm, status.get("step")
     reason, ended = str(status.get("reason")), f"stopped at step {step} with everything saved"
     if lost:
-        reason = f"lost {', '.join(lost)}, which no longer answer{'s' * (len(lost) == 1)} or started anew"
+        reason = f"{_LOST}{', '.join(lost)}, which no longer answer{'s' * (len(lost) == 1)} or started anew"
         ended = "ended before its first step"
         if step:
             ended = f"stopped at step {step}, to go on from the last checkpoint"
@@ -170,6 +171,12 @@ def _requeue(
             f"stopped at step {step}, where the last start had stopped too: not queued again\n"
             "  why: the time limit left no time for one step\n"
             "  do:  submit it with a longer --time, or a shorter slurm.signal_lead"
+        )
+    if lost and done and done[-1]["attempt"] == attempt and str(done[-1]["why"]).startswith(_LOST):
+        return (
+            f"{ended}, where the last start had lost a node too: not queued again\n"
+            f"  why: {reason}; before, the job had {done[-1]['why']}: what it does there may be what ends them\n"
+            "  do:  look at those nodes' own logs, then submit it again to go on"
         )
     entry = {"job": job["job"], "restart": job["restart"], "step": step, "attempt": attempt, "time": time.time()}
     # First on record, then asked for: a kill in between costs one requeue, and never makes an endless row.

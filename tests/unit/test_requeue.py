@@ -115,12 +115,27 @@ def test_a_run_that_a_lost_node_has_ended_is_queued_again(
         monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
         for times in range(1, 4):
             monkeypatch.setenv("SLURM_RESTART_COUNT", str(times - 1))
-            status = requeue.run(ended(tmp_path, state, code, restart=times - 1, rank=None), 137)
+            status = requeue.run(ended(tmp_path, state, code, restart=times - 1, rank=None, attempt=8 + times), 137)
             assert status == (137 if code is None else code)
             said = capsys.readouterr().err
             assert controller.requeued == ["12"] * (min(times, 2) if asked else 0)
             assert ("lost n2, which no longer answers or started anew" in said) == (asked and times < 3)
     assert ("the run has used up its requeues" in said) == asked
+
+
+def test_a_run_under_which_nodes_are_lost_at_one_attempt_does_not_go_through_all_of_them(
+    tmp_path: Path, controller: Controller, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It may be what ends them; or they answer nobody, and a rank was killed for another reason."""
+    for times, (node, attempt) in enumerate([("n2", 9), ("n4", 9)]):
+        monkeypatch.setattr(slurm, "lost", lambda nodes, job, node=node: [node])
+        monkeypatch.setenv("SLURM_RESTART_COUNT", str(times))
+        assert requeue.run(ended(tmp_path, "failed", 4, restart=times, attempt=attempt), 137) == 4
+    assert controller.requeued == ["12"]
+    said = capsys.readouterr().err.splitlines()
+    assert "where the last start had lost a node too: not queued again" in said[-3]
+    assert "lost n4" in said[-2]
+    assert "lost n2" in said[-2]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ one that harms nodes has nodes of its own.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
@@ -18,7 +19,7 @@ from typing import Any
 
 import submitted
 import tiny
-from cluster import Cluster
+from cluster import Cluster, Failed
 from submitted import LONG_S, NODES, SCRIPT
 
 from mpdist import slurm, watch
@@ -173,8 +174,9 @@ def requeued(cluster: Cluster, folder: Path) -> Seen:
     cluster.wait(other, "COMPLETED", timeout=LONG_S)
     seen.look(cluster, job)
     cluster.hurry(job, 1, TimeLimit="3")
-    while cluster.restarts(job) < 2:
-        time.sleep(0.5)
+    submitted.until_step(cluster, job, seen.run, seen.ends[-1][2] + 1)
+    _held_until_warned(cluster, job, watch.read_reports(seen.run / "sessions/0002")[1].pid)
+    _until(lambda: cluster.restarts(job) >= 2, f"job {job} was not queued again")
     seen.look(cluster, job)
     made = seen.ends[-1][2]
     cluster.hurry(job, 2, TimeLimit="30")
@@ -186,6 +188,24 @@ def requeued(cluster: Cluster, folder: Path) -> Seen:
     again = cluster.sbatch(*NODES, *options[:2], str(SCRIPT), "config.yaml", cwd=folder)
     cluster.wait(again, "COMPLETED", timeout=LONG_S)
     return seen.close(cluster, again)
+
+
+def _held_until_warned(cluster: Cluster, job: str, pid: int) -> None:
+    """A rank stands still meanwhile: on a quick machine the run would be done before Slurm's half minute is over."""
+    with contextlib.suppress(ProcessLookupError):  # warned already, and gone
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            _until(lambda: "SIGUSR1: " in cluster.output(job), f"job {job} was not warned of its limit", 100.0)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+
+def _until(ready: Callable[[], bool], what: str, timeout: float = LONG_S) -> None:
+    deadline = time.monotonic() + timeout
+    while not ready():
+        if time.monotonic() > deadline:
+            raise Failed(f"{what} in {timeout:.0f} s")
+        time.sleep(0.5)
 
 
 def stopped(cluster: Cluster, folder: Path) -> Seen:

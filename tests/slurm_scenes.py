@@ -26,6 +26,7 @@ from mpdist import slurm, watch
 from mpdist.lines import read_json
 from mpdist.requeue import read
 
+_WARNED = "SIGUSR1: "  # what a launcher says then
 APART = {
     "lost": 3,
     "cut": 3,
@@ -173,9 +174,10 @@ def requeued(cluster: Cluster, folder: Path) -> Seen:
     other = cluster.sbatch(*script, cwd=folder)
     cluster.wait(other, "COMPLETED", timeout=LONG_S)
     seen.look(cluster, job)
+    warned = cluster.output(job).count(_WARNED)
     cluster.hurry(job, 1, TimeLimit="3")
     submitted.until_step(cluster, job, seen.run, seen.ends[-1][2] + 1)
-    _held_until_warned(cluster, job, watch.read_reports(seen.run / "sessions/0002")[1].pid)
+    _held_until_warned(cluster, job, watch.read_reports(seen.run / "sessions/0002")[1].pid, warned)
     _until(lambda: cluster.restarts(job) >= 2, f"job {job} was not queued again")
     seen.look(cluster, job)
     made = seen.ends[-1][2]
@@ -190,12 +192,12 @@ def requeued(cluster: Cluster, folder: Path) -> Seen:
     return seen.close(cluster, again)
 
 
-def _held_until_warned(cluster: Cluster, job: str, pid: int) -> None:
-    """A rank stands still meanwhile: on a quick machine the run would be done before Slurm's half minute is over."""
+def _held_until_warned(cluster: Cluster, job: str, pid: int, warned: int) -> None:
+    """warned: how often it was before. A rank stands still meanwhile: a quick machine would be done before Slurm warns."""
     with contextlib.suppress(ProcessLookupError):  # warned already, and gone
         os.kill(pid, signal.SIGSTOP)
         try:
-            _until(lambda: "SIGUSR1: " in cluster.output(job), f"job {job} was not warned of its limit", 100.0)
+            _until(lambda: cluster.output(job).count(_WARNED) > warned, f"job {job} was not warned of its limit", 100.0)
         finally:
             os.kill(pid, signal.SIGCONT)
 
